@@ -1,0 +1,104 @@
+# The one command surface. `make help` lists the targets.
+#
+#   PYTHON   the interpreter that makes .venv, and that runs test-gpu and bench on a GPU machine
+#   TORCH    what pip installs as torch, for example TORCH=torch==2.13.0
+#   VENV     where it goes
+
+PYTHON ?= python3
+TORCH ?= torch
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+CLANG_FORMAT_VERSION = 20.1.8
+BUILD_TOOLS = "setuptools>=68" wheel numpy nvidia-ml-py
+TEST_TOOLS = pytest pytest-timeout hypothesis coverage rich matplotlib
+LINT_TOOLS = ruff mypy clang-format==$(CLANG_FORMAT_VERSION)
+
+PY = $(VENV)/bin/python
+STAMP = $(VENV)/.ready
+C_FILES = $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp')
+PY_FILES = python tests benchmarks examples docs setup.py
+IN_PLACE = PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv build demo test test-c test-py test-gpu bench fault stress asan tsan lint \
+        format types cover docs check clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(STAMP) ## make .venv with torch and every tool
+
+$(STAMP): Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "torchpager needs Python 3.10 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet $(TORCH) $(BUILD_TOOLS)
+	$(PY) -m pip install --quiet $(TEST_TOOLS) $(LINT_TOOLS)
+	echo "$(CURDIR)/python" > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torchpager.pth"
+	touch $@
+
+build: $(STAMP) ## build the extensions in place, against the torch in .venv
+	$(PY) setup.py --quiet build_ext --inplace
+
+demo: build ## train plain and inside half the memory, compare, draw build/demo.png
+	$(PY) -m torchpager demo $(DEMO_ARGS)
+
+test: test-c test-py ## the C tests and the Python tests; needs no GPU
+
+test-c: ## the C tests on the simulated device
+	$(MAKE) -C tests/c test
+
+test-py: build ## the Python tests
+	$(PY) -m pytest tests/py $(PYTEST_ARGS)
+
+test-gpu: ## on a GPU machine, with its own python and torch: C contract on CUDA, then tests/gpu
+	$(PYTHON) setup.py --quiet build_ext --inplace
+	timeout 180 $(MAKE) -C tests/c test-cuda
+	$(IN_PLACE) timeout --signal=INT --kill-after=30 480 \
+	    $(PYTHON) -X faulthandler -m pytest -x tests/gpu $(PYTEST_ARGS)
+
+bench: ## overhead without pressure; on a GPU also the 16-layer GPT. Prints ratios
+	$(IN_PLACE) timeout 470 $(if $(wildcard $(PY)),$(PY),$(PYTHON)) benchmarks/overhead.py $(BENCH_ARGS)
+
+fault: ## every public C call, with the 1st, 2nd, 3rd ... device call failing
+	$(MAKE) -C tests/c fault
+
+stress: ## the seeded schedules and the random model test, long
+	$(MAKE) -C tests/c stress
+
+asan: ## the C tests under AddressSanitizer and UBSan
+	$(MAKE) -C tests/c asan
+
+tsan: ## the C tests under ThreadSanitizer
+	$(MAKE) -C tests/c tsan
+
+lint: $(STAMP) ## ruff and clang-format, checking only
+	$(VENV)/bin/ruff check $(PY_FILES)
+	$(VENV)/bin/ruff format --check $(PY_FILES)
+	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
+
+format: $(STAMP) ## apply ruff and clang-format
+	$(VENV)/bin/ruff check --fix $(PY_FILES)
+	$(VENV)/bin/ruff format $(PY_FILES)
+	$(VENV)/bin/clang-format -i $(C_FILES)
+
+types: $(STAMP) ## mypy --strict
+	$(VENV)/bin/mypy
+
+cover: build ## line coverage of the Python package
+	$(PY) -m coverage run --source=python/torchpager -m pytest -q tests/py $(PYTEST_ARGS)
+	$(PY) -m coverage report --skip-covered
+
+docs: $(STAMP) ## links and code blocks of the Markdown files
+	$(PY) docs/check.py
+
+check: lint types docs test asan tsan fault ## everything that must pass before a commit
+
+clean: ## remove builds, not .venv
+	rm -rf build python/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	find python/torchpager -name '*.so' -delete
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+	$(MAKE) -C tests/c clean

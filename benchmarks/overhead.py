@@ -1,0 +1,193 @@
+"""What torchpager costs a program that fits: native, installed, and with the operator hook
+armed.
+
+The three are timed in turns inside one process, on one model, so that clocks, caches and
+fragmentation are the same for all; the figures are medians over the rounds, the ratios medians
+of the ratios within a round. Nothing is evicted.
+
+    python benchmarks/overhead.py --json build/overhead.json
+
+On a GPU: the GPT of benchmarks/gpt.py, bound by the GPU, and a small one, bound by launches.
+Without a GPU: the small one on the simulated device.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import torchpager
+from torchpager import _torch_cpu
+from torchpager.demo_train import GPT, Config, Silent, one_step, synchronize
+
+MODES = ("native", "installed", "armed")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and how often a turn steps it before and while timing."""
+
+    name: str
+    config: Config
+    warm_steps: int
+    timed_steps: int
+
+
+BIG = Workload(
+    name="gpt 16 x 2048",
+    config=Config(
+        device="cuda",
+        layers=16,
+        width=2048,
+        heads=16,
+        context=1024,
+        batch=16,
+        vocabulary=32768,
+        autocast=True,
+    ),
+    warm_steps=1,
+    timed_steps=1,
+)
+SMALL = Workload(
+    name="gpt 4 x 128",
+    config=Config(
+        device="cuda",
+        layers=4,
+        width=128,
+        heads=4,
+        context=64,
+        batch=4,
+        vocabulary=256,
+        autocast=True,
+    ),
+    warm_steps=3,
+    timed_steps=20,
+)
+
+
+def stepper(config: Config) -> Callable[[], None]:
+    """Build the model and return a function that does one step."""
+    torch.manual_seed(1)
+    with torch.device(config.device):
+        model = GPT(config, config.vocabulary)
+        shape = (config.batch, config.context)
+        codes = torch.randint(0, config.vocabulary, shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+
+    def step() -> None:
+        one_step(config, model, optimizer, codes, codes, Silent())
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def switch(mode: str, door: Any, install: Callable[[], None]) -> None:
+    """Put the process into one of the modes."""
+    if mode == "native":
+        _torch_cpu.hook_forced(False)
+        if door.installed():
+            door.uninstall()
+        return
+    if not door.installed():
+        install()
+    _torch_cpu.hook_forced(mode == "armed")
+
+
+def turn(workload: Workload, step: Callable[[], None]) -> float:
+    """Return the seconds of one step, after warming up."""
+    for _ in range(workload.warm_steps):
+        step()
+    synchronize(workload.config.device)
+    begin = time.perf_counter()
+    for _ in range(workload.timed_steps):
+        step()
+    synchronize(workload.config.device)
+    return (time.perf_counter() - begin) / workload.timed_steps
+
+
+def measure(workload: Workload, rounds: int, door: Any, install: Callable[[], None]) -> Any:
+    """Time the modes in turns and return figures as a JSON object."""
+    step = stepper(workload.config)
+    for _ in range(3):
+        step()
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    evictions = torchpager.stats().evictions.count
+    calls = _torch_cpu.hook_calls()
+    seen_by_mode = dict.fromkeys(MODES, 0)
+    for index in range(rounds):
+        for shift in range(len(MODES)):
+            mode = MODES[(index + shift) % len(MODES)]
+            switch(mode, door, install)
+            times[mode].append(turn(workload, step))
+            seen_by_mode[mode] += _torch_cpu.hook_calls() - calls
+            calls = _torch_cpu.hook_calls()
+    switch("installed", door, install)
+    ratios = {
+        mode: median(a / b for a, b in zip(times[mode], times["native"], strict=True))
+        for mode in MODES
+    }
+    return {
+        "name": workload.name,
+        "rounds": rounds,
+        "step_ms": {mode: median(times[mode]) * 1e3 for mode in MODES},
+        "ratio": ratios,
+        "hook_calls": seen_by_mode,
+        "evictions": torchpager.stats().evictions.count - evictions,
+    }
+
+
+def on_gpu(rounds: int) -> list[Any]:
+    """Measure both workloads through the wrapper door."""
+    from torchpager import _torch_cuda
+
+    found = []
+    with torchpager.auto_offload():
+        for workload in (SMALL, BIG):
+            found.append(measure(workload, rounds, _torch_cuda, _torch_cuda.install))
+            torch.cuda.empty_cache()
+    return found
+
+
+def on_cpu(rounds: int) -> list[Any]:
+    """Measure a small workload through the CPU door."""
+    torch.set_num_threads(1)
+    least = 64 << 10
+    workload = replace(
+        SMALL, config=replace(SMALL.config, device="cpu", autocast=False), timed_steps=10
+    )
+    with ExitStack() as stack:
+        stack.enter_context(torchpager.simulate("2 GiB", granularity=least, large_min=least))
+        stack.enter_context(torchpager.auto_offload())
+        return [measure(workload, rounds, _torch_cpu, lambda: _torch_cpu.install(least))]
+
+
+def main() -> int:
+    """Measure, print the ratios, write the JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    found = on_gpu(arguments.rounds) if gpu else on_cpu(arguments.rounds)
+    for one in found:
+        for mode in MODES:
+            print(
+                f"{one['name']:<16}{mode:<12}{one['step_ms'][mode]:>10.3f} ms"
+                f"{one['ratio'][mode]:>8.3f} x native"
+            )
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

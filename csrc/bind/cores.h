@@ -1,0 +1,64 @@
+/* cores: opens the cores of this process and joins them to the outside world.
+ *
+ * A core's tp_hooks come from several extension modules: the GIL and garbage collection from the
+ * core library itself, the operator hook and the native allocator from the torch glue. Each module
+ * hands in its part here, at any time and in any order; this file composes them, slot by slot, and
+ * gives them to the cores that are open. It is also the one way in which every door allocates.
+ *
+ * No lock is expected. Parts are process-wide, of static lifetime, and called with no lock held. */
+#ifndef TP_BIND_CORES_H
+#define TP_BIND_CORES_H
+
+#include "device/device_sim.h"
+#include "tp.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What the operator hook supplies. */
+typedef struct tp_bind_operators {
+    bool (*in_operator)(void); /* an operator is in progress on this thread */
+    /* A block was born, pinned, while one is. */
+    void (*on_alloc)(tp_core *core, tp_addr addr, tp_stream stream);
+    void (*arm)(int slot, bool armed);
+} tp_bind_operators;
+
+/* The framework's own allocator on a device, which shares the core's budget (tp_hooks). */
+typedef struct tp_bind_foreign {
+    size_t (*cap)(int slot, size_t cap_bytes);
+    size_t (*held)(int slot);
+    void (*flush)(int slot);
+} tp_bind_foreign;
+
+/* Tells the new hook at once which open cores are armed. */
+TP_API void tp_bind_set_operators(const tp_bind_operators *operators);
+/* NULL: the native allocator of that slot is no concern of the core. */
+TP_API void tp_bind_set_foreign(int slot, const tp_bind_foreign *foreign);
+/* The framework's current stream on a device; NULL function: the default stream. */
+TP_API void tp_bind_set_current_stream(tp_stream (*current_stream)(int slot));
+TP_API tp_stream tp_bind_current_stream(int slot);
+/* `callback` must not wait for the GIL: it is called on a pager's thread. */
+void tp_bind_set_first_paging(void (*callback)(int slot));
+
+/* Creates the core of CUDA device `slot` and registers it. TP_BUSY if there is one. Config: only
+ * large_min_bytes, extent_max_bytes and serve_small are read. */
+TP_MUST_USE tp_status tp_bind_open_cuda(int slot, const tp_config *config, tp_error *error);
+/* The same for the simulated device, at TP_SLOT_SIM; strict and page_out_before_op are read too. */
+TP_MUST_USE tp_status tp_bind_open_sim(const tp_sim_options *options, const tp_config *config,
+                                       tp_error *error);
+/* Destroys the simulated core. False, and nothing done: blocks of it are alive. May wait. */
+bool tp_bind_close_sim(void);
+
+/* tp_alloc for a door: inside an operator the block is born pinned and belongs to the operator. */
+TP_API TP_MUST_USE tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream,
+                                           tp_addr *out, tp_oom *oom, tp_error *error);
+
+/* True if this thread holds the GIL of a running interpreter. */
+bool tp_bind_holds_gil(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,686 @@
+/* The operator hook: tells the cores which blocks an operator is about to use.
+ *
+ * A frame is one operator in progress on one thread; frames form a stack. The start callback pushes
+ * a frame, pins the operands that lie in our address space and lets the core make them resident;
+ * the end callback unpins them and pops it. A block allocated while a frame is open stays pinned
+ * until the outermost frame of the thread ends (tp_op_adopt), because PyTorch's kernels use scratch
+ * tensors by raw pointer after the nested operator that made them has returned.
+ *
+ * What is remembered of an operator is keyed by the addresses of its schema's name and overload
+ * name. They identify it as long as the dispatcher's set of operators does not change: only schemas
+ * owned by the dispatcher are remembered, and a registration listener, called before any schema is
+ * destroyed and after any is created, makes every thread forget all of them.
+ *
+ * Nothing here throws: PyTorch would log and swallow it, and the operator would run unprotected. */
+#include "bind/torch_hook.h"
+
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/NestedTensorImpl.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/quantized/Quantizer.h>
+#include <ATen/quantized/QTensorImpl.h>
+#include <ATen/record_function.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <unordered_map>
+#include <vector>
+
+#include "bind/cores.h"
+
+namespace torchpager {
+namespace {
+
+/* ---- what is known of operators by name ------------------------------------------------------ */
+
+/* aten operators that write to inputs their schema does not mark: all inputs count as written. */
+const char *const kWritesUnannotated[] = {
+    /* running statistics */
+    "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
+    "aten::batch_norm_update_stats", "aten::batch_norm_gather_stats",
+    "aten::batch_norm_gather_stats_with_counts", "aten::batch_norm", "aten::instance_norm",
+    "aten::_batch_norm_impl_index", "aten::_batch_norm_with_update", "aten::batch_norm_backward",
+    /* dropout state; the reserve space of the backward pass */
+    "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward", "aten::_cudnn_rnn_flatten_weight",
+    "aten::cudnn_batch_norm_backward", "aten::miopen_rnn", "aten::miopen_rnn_backward",
+    "aten::miopen_batch_norm_backward", "aten::mkldnn_rnn_layer_backward", "aten::lstm_mps",
+    "aten::_lstm_mps", "aten::lstm_mps_backward",
+    /* observers and fake quantisation */
+    "aten::_fused_moving_avg_obs_fq_helper", "aten::fused_moving_avg_obs_fake_quant",
+    "aten::_saturate_weight_to_fp16", "aten::rrelu_with_noise",
+    /* destination passed as an ordinary argument */
+    "aten::_copy_from", "aten::_copy_from_and_resize", "aten::_propagate_xla_data",
+    "aten::set_data"};
+
+/* Composite operators (by registration) that read or write memory themselves. */
+const char *const kCompositeThatTouches[] = {
+    "aten::fbgemm_linear_int8_weight", "aten::fbgemm_linear_int8_weight_fp32_activation",
+    "aten::fbgemm_linear_quantize_weight", "aten::fbgemm_pack_gemm_matrix_fp16",
+    "aten::fbgemm_linear_fp16_weight", "aten::fbgemm_linear_fp16_weight_fp32_activation",
+    "aten::fbgemm_pack_quantized_matrix", "aten::_saturate_weight_to_fp16",
+    "aten::choose_qparams_optimized", "aten::_rowwise_prune", "aten::_sobol_engine_draw",
+    "aten::_sobol_engine_ff_", "aten::_sobol_engine_initialize_state_",
+    "aten::_sobol_engine_scramble_", "aten::_pad_packed_sequence", "aten::ctc_loss",
+    "aten::tensor_split"};
+
+/* Operators that look at shapes only, though they have tensors among their inputs. */
+const char *const kReadsNothing[] = {
+    "aten::empty_like", "aten::new_empty", "aten::new_empty_strided", "aten::new_zeros",
+    "aten::new_ones", "aten::new_full", "aten::zeros_like", "aten::ones_like", "aten::full_like",
+    "aten::rand_like", "aten::randn_like", "aten::randint_like", "aten::size", "aten::sym_size",
+    "aten::stride", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset",
+    "aten::is_same_size", "aten::is_pinned", "aten::record_stream", "aten::is_set_to",
+    "aten::is_coalesced", "aten::sparse_dim", "aten::dense_dim", "aten::_dimI", "aten::_dimV",
+    "aten::_nnz", "aten::_has_same_storage_numel", "aten::_assert_tensor_metadata", "aten::set_",
+    "aten::_backward"};
+
+/* Copies its input although its schema says "view". */
+const char *const kNotAView[] = {"aten::_sparse_broadcast_to"};
+
+template <size_t N> bool listed(const char *const (&list)[N], const char *name) {
+    for (const char *item : list) {
+        if (std::strcmp(item, name) == 0) return true;
+    }
+    return false;
+}
+
+bool starts_with(const char *text, const char *start) {
+    return std::strncmp(text, start, std::strlen(start)) == 0;
+}
+
+/* ---- what an operator does to its arguments --------------------------------------------------- */
+
+struct ArgumentUse {
+    uint32_t idx;
+    bool write;
+};
+
+struct OperatorUse {
+    bool frame = true;    /* false: it calls others, or makes views; nothing to do */
+    bool exports = false; /* its kernels go on after it returned: operands stay where they are */
+    std::vector<ArgumentUse> arguments; /* those that can hold tensors */
+};
+
+bool holds_no_tensor(const c10::Type &type) {
+    switch (type.kind()) {
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::FloatType:
+    case c10::TypeKind::BoolType:
+    case c10::TypeKind::NumberType:
+    case c10::TypeKind::ComplexType:
+    case c10::TypeKind::StringType:
+    case c10::TypeKind::NoneType:
+    case c10::TypeKind::GeneratorType:
+    case c10::TypeKind::DeviceObjType:
+    case c10::TypeKind::StreamObjType:
+    case c10::TypeKind::LayoutType:
+    case c10::TypeKind::ScalarTypeType:
+    case c10::TypeKind::MemoryFormatType:
+    case c10::TypeKind::SymIntType:
+    case c10::TypeKind::SymFloatType:
+    case c10::TypeKind::SymBoolType:
+        return true;
+    case c10::TypeKind::ListType:
+    case c10::TypeKind::OptionalType:
+        for (const auto &inner : type.containedTypes()) {
+            if (!holds_no_tensor(*inner)) return false;
+        }
+        return true;
+    default:
+        return false;
+    }
+}
+
+bool is_written(const c10::Argument &argument) {
+    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+bool declares_writes(const c10::FunctionSchema &schema) {
+    for (const auto &argument : schema.arguments()) {
+        if (is_written(argument)) return true;
+    }
+    return false;
+}
+
+/* All returns alias an input and nothing is written. */
+bool only_makes_views(const c10::FunctionSchema &schema) {
+    if (schema.returns().empty() || declares_writes(schema)) return false;
+    for (const auto &result : schema.returns()) {
+        if (result.alias_info() == nullptr) return false;
+    }
+    return !listed(kNotAView, schema.name().c_str());
+}
+
+bool only_calls_others(const c10::OperatorHandle &op) {
+    const char *name = op.schema().name().c_str();
+    if (std::strcmp(name, "aten::_backward") == 0) return true; /* a whole backward pass */
+    return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+           !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+           !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) &&
+           !listed(kCompositeThatTouches, name);
+}
+
+OperatorUse describe(const c10::OperatorHandle &op) {
+    const c10::FunctionSchema &schema = op.schema();
+    const char *name = schema.name().c_str();
+    const bool aten = starts_with(name, "aten::");
+    OperatorUse use;
+    if (aten && (only_calls_others(op) || only_makes_views(schema))) {
+        use.frame = false;
+        return use;
+    }
+    if (aten && listed(kReadsNothing, name)) return use;
+    use.exports = starts_with(name, "c10d") || starts_with(name, "_c10d_functional");
+    const bool all_written = aten ? listed(kWritesUnannotated, name) : !declares_writes(schema);
+    const auto &arguments = schema.arguments();
+    for (uint32_t idx = 0; idx < arguments.size(); idx++) {
+        if (holds_no_tensor(*arguments[idx].type())) continue;
+        use.arguments.push_back({idx, all_written || use.exports || is_written(arguments[idx])});
+    }
+    return use;
+}
+
+/* Counts changes of the dispatcher's set of operators. */
+std::atomic<uint64_t> operator_set_version{1};
+
+class OperatorSetListener final : public c10::OpRegistrationListener {
+public:
+    void onOperatorRegistered(const c10::OperatorHandle &) override { operator_set_version++; }
+    void onOperatorDeregistered(const c10::OperatorHandle &) override { operator_set_version++; }
+};
+
+struct OperatorKey {
+    const char *name, *overload;
+    bool operator==(const OperatorKey &other) const {
+        return name == other.name && overload == other.overload;
+    }
+};
+
+struct OperatorKeyHash {
+    size_t operator()(const OperatorKey &key) const {
+        const auto a = reinterpret_cast<uintptr_t>(key.name);
+        const auto b = reinterpret_cast<uintptr_t>(key.overload);
+        return (a >> 4) ^ (b * 0x9E3779B97F4A7C15u >> 7);
+    }
+};
+
+/* ---- the frames of a thread -------------------------------------------------------------------- */
+
+/* One tp_op of a frame: an operator has one for each core it meets, nearly always one. */
+struct CoreOp {
+    tp_op op{};
+    tp_core *core = nullptr; /* null: not in use */
+    uint32_t adopted_count = 0;
+    std::unique_ptr<CoreOp> next;
+};
+
+class Thread;
+
+struct Frame {
+    Frame *outer = nullptr; /* on the stack: the next frame outwards; in the pool: the next one */
+    Thread *thread = nullptr;
+    std::atomic<bool> ended{false};
+    CoreOp first;
+    alignas(8) unsigned char context[64]; /* room for the FrameContext handed to PyTorch */
+};
+
+struct Operand {
+    tp_core *core;
+    int slot;
+    tp_access access;
+};
+
+/* Ends the frame if the end callback did not. */
+struct FrameContext final : public at::ObserverContext {
+    explicit FrameContext(Frame *frame) : frame_(frame) {}
+    ~FrameContext() override;
+    static void *operator new(size_t, Frame *frame) { return frame->context; }
+    static void operator delete(void *, Frame *) {}
+    static void operator delete(void *) {}
+    Frame *frame_;
+};
+static_assert(sizeof(FrameContext) <= sizeof(Frame::context));
+
+class Thread {
+public:
+    Thread();
+    ~Thread();
+
+    /* Null: not an operator, or one with nothing to do. */
+    const OperatorUse *use_of(const at::RecordFunction &fn);
+    Frame *push();
+    void pop(Frame *frame);
+    Frame *top();
+    void recycle(Frame *frame);
+
+    std::atomic<uint64_t> call_count{0};
+    std::vector<Operand> operands;    /* of the operator that starts now; reused */
+    std::vector<Operand> outputs;     /* of the one that ends now; reused */
+    std::vector<tp_access> accesses;  /* scratch: those of one core */
+    std::vector<tp_addr> addresses;   /* scratch */
+
+private:
+    std::unordered_map<OperatorKey, OperatorUse, OperatorKeyHash> uses_;
+    uint64_t uses_version_ = 0;
+    Frame *top_ = nullptr;
+    Frame *pool_ = nullptr;
+};
+
+std::mutex threads_mutex;
+std::vector<Thread *> &threads() {
+    static auto *list = new std::vector<Thread *>; /* outlives every thread */
+    return *list;
+}
+uint64_t calls_of_ended_threads = 0; /* needs threads_mutex */
+std::atomic<bool> disabled{false};   /* after a fork */
+
+Thread::Thread() {
+    const std::lock_guard<std::mutex> guard(threads_mutex);
+    threads().push_back(this);
+}
+
+/* The core keeps an operator's pin array, made with malloc, for the next use of the same tp_op. */
+void free_pin_arrays(CoreOp &op) {
+    for (CoreOp *each = &op; each != nullptr; each = each->next.get()) std::free(each->op.pins);
+}
+
+Thread::~Thread() {
+    {
+        const std::lock_guard<std::mutex> guard(threads_mutex);
+        auto &list = threads();
+        for (size_t i = 0; i < list.size(); i++) {
+            if (list[i] != this) continue;
+            list[i] = list.back();
+            list.pop_back();
+            break;
+        }
+        calls_of_ended_threads += call_count.load(std::memory_order_relaxed);
+    }
+    while (pool_ != nullptr) {
+        Frame *frame = pool_;
+        pool_ = frame->outer;
+        free_pin_arrays(frame->first);
+        delete frame;
+    }
+}
+
+/* Null once the thread is past its destructors. */
+Thread *this_thread() {
+    struct Holder {
+        Thread *thread = nullptr;
+        bool gone = false;
+        ~Holder() {
+            gone = true;
+            delete thread;
+            thread = nullptr;
+        }
+    };
+    static thread_local Holder holder;
+    if (C10_UNLIKELY(holder.thread == nullptr) && !holder.gone) {
+        holder.thread = new (std::nothrow) Thread;
+    }
+    return holder.thread;
+}
+
+Frame *Thread::top() {
+    /* A frame that another thread has ended is popped by its owner. */
+    while (top_ != nullptr && top_->ended.load(std::memory_order_acquire)) top_ = top_->outer;
+    return top_;
+}
+
+Frame *Thread::push() {
+    Frame *frame = pool_;
+    if (frame != nullptr) {
+        pool_ = frame->outer;
+    } else {
+        frame = new Frame;
+    }
+    frame->thread = this;
+    frame->ended.store(false, std::memory_order_relaxed);
+    frame->outer = top();
+    top_ = frame;
+    return frame;
+}
+
+void Thread::pop(Frame *frame) {
+    Frame **link = &top_;
+    while (*link != nullptr && *link != frame) link = &(*link)->outer;
+    if (*link == frame) *link = frame->outer;
+}
+
+void Thread::recycle(Frame *frame) {
+    frame->outer = pool_;
+    pool_ = frame;
+}
+
+const OperatorUse *Thread::use_of(const at::RecordFunction &fn) {
+    const uint64_t version = operator_set_version.load(std::memory_order_acquire);
+    if (C10_UNLIKELY(version != uses_version_)) {
+        uses_.clear();
+        uses_version_ = version;
+    }
+    const OperatorKey key{fn.name(), fn.overload_name()};
+    const auto found = uses_.find(key);
+    if (found != uses_.end()) {
+        call_count.fetch_add(1, std::memory_order_relaxed);
+        return found->second.frame ? &found->second : nullptr;
+    }
+    const auto name = fn.operator_name();
+    if (!name.has_value()) return nullptr;
+    const auto op = c10::Dispatcher::singleton().findSchema(*name);
+    if (!op.has_value() || op->schema().name().c_str() != key.name) return nullptr;
+    call_count.fetch_add(1, std::memory_order_relaxed);
+    const OperatorUse &use = uses_.emplace(key, describe(*op)).first->second;
+    return use.frame ? &use : nullptr;
+}
+
+/* ---- finding the storages of a value ----------------------------------------------------------- */
+
+class Collector {
+public:
+    Collector(std::vector<Operand> &out, bool write) : out_(out), write_(write) {}
+
+    void value(const c10::IValue &value) {
+        if (value.isTensor()) {
+            tensor(value.toTensor());
+        } else if (value.isList()) {
+            for (const auto &item : value.toListRef()) this->value(item);
+        } else if (value.isTuple()) {
+            for (const auto &item : value.toTupleRef().elements()) this->value(item);
+        } else if (value.isStorage()) {
+            const c10::Storage held = value.toStorage();
+            if (held) storage(held.unsafeGetStorageImpl());
+        }
+    }
+
+private:
+    void tensor(const at::Tensor &tensor) {
+        if (!tensor.defined()) return;
+        const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+        const c10::Storage &held = impl->unsafe_storage();
+        if (held) storage(held.unsafeGetStorageImpl());
+        static const auto special = c10::DispatchKeySet(c10::DispatchKey::Sparse) |
+                                    c10::DispatchKeySet(c10::DispatchKey::SparseCsr) |
+                                    c10::DispatchKeySet(c10::DispatchKey::NestedTensor) |
+                                    c10::DispatchKeySet(c10::DispatchKey::Quantized);
+        if (C10_UNLIKELY(impl->key_set().has_any(special))) parts(impl);
+    }
+
+    /* Tensors that are made of tensors. A subclass may carry the keys of one without being one. */
+    void parts(const c10::TensorImpl *impl) {
+        if (const auto *sparse = dynamic_cast<const at::SparseTensorImpl *>(impl)) {
+            tensor(sparse->indices());
+            tensor(sparse->values());
+        } else if (const auto *rows = dynamic_cast<const at::SparseCsrTensorImpl *>(impl)) {
+            tensor(rows->compressed_indices());
+            tensor(rows->plain_indices());
+            tensor(rows->values());
+        } else if (const auto *nested = dynamic_cast<const at::native::NestedTensorImpl *>(impl)) {
+            tensor(nested->get_nested_sizes());
+            tensor(nested->get_nested_strides());
+            tensor(nested->get_storage_offsets());
+        } else if (const auto *quantized = dynamic_cast<const at::QTensorImpl *>(impl)) {
+            scales(quantized);
+        }
+    }
+
+    void scales(const at::QTensorImpl *impl) {
+        const auto quantizer = const_cast<at::QTensorImpl *>(impl)->quantizer();
+        const auto *channels =
+            dynamic_cast<const at::PerChannelAffineQuantizer *>(quantizer.get());
+        if (channels == nullptr) return;
+        tensor(channels->scales());
+        tensor(channels->zero_points());
+    }
+
+    /* The unchecked accessor: the others throw for a fake tensor or copy a lazily cloned storage. */
+    void storage(c10::StorageImpl *storage) {
+        const at::DataPtr &data = storage->_mutable_data_ptr_no_checks();
+        const auto addr = reinterpret_cast<tp_addr>(data.get());
+        tp_core *core = tp_core_owning(addr);
+        if (core == nullptr) return;
+        const c10::Device device = data.device();
+        const int slot = device.is_cuda() ? device.index() : static_cast<int>(TP_SLOT_SIM);
+        out_.push_back({core, slot, {addr, write_}});
+    }
+
+    std::vector<Operand> &out_;
+    const bool write_;
+};
+
+/* ---- starting and ending an operator ----------------------------------------------------------- */
+
+/* The frame's tp_op for `core`, or one that is free. */
+CoreOp *slot_for(Frame *frame, tp_core *core) {
+    CoreOp *free_op = nullptr;
+    CoreOp *last = nullptr;
+    for (CoreOp *op = &frame->first; op != nullptr; op = op->next.get()) {
+        if (op->core == core) return op;
+        if (op->core == nullptr && free_op == nullptr) free_op = op;
+        last = op;
+    }
+    if (free_op != nullptr) return free_op;
+    last->next = std::make_unique<CoreOp>();
+    return last->next.get();
+}
+
+CoreOp *find(Frame *frame, tp_core *core) {
+    for (CoreOp *op = &frame->first; op != nullptr; op = op->next.get()) {
+        if (op->core == core) return op;
+    }
+    return nullptr;
+}
+
+CoreOp *find_or_begin(Frame *frame, tp_core *core, tp_stream stream) {
+    CoreOp *op = slot_for(frame, core);
+    if (op->core == nullptr) {
+        op->core = core;
+        op->adopted_count = 0;
+        tp_op_begin(core, &op->op, nullptr, 0, stream);
+    }
+    return op;
+}
+
+/* Begins a tp_op for the core of operands[start] with all its accesses. */
+void begin_core(Thread *thread, Frame *frame, size_t start) {
+    const Operand &head = thread->operands[start];
+    if (find(frame, head.core) != nullptr) return;
+    thread->accesses.clear();
+    for (size_t i = start; i < thread->operands.size(); i++) {
+        const Operand &operand = thread->operands[i];
+        if (operand.core == head.core) thread->accesses.push_back(operand.access);
+    }
+    CoreOp *op = slot_for(frame, head.core);
+    const tp_stream stream = tp_bind_current_stream(head.slot);
+    op->core = head.core;
+    op->adopted_count = 0;
+    tp_op_begin(head.core, &op->op, thread->accesses.data(), thread->accesses.size(), stream);
+}
+
+void collect_operands(Thread *thread, const OperatorUse &use,
+                      c10::ArrayRef<const c10::IValue> inputs) {
+    thread->operands.clear();
+    for (const ArgumentUse &argument : use.arguments) {
+        if (argument.idx >= inputs.size()) break;
+        Collector(thread->operands, argument.write).value(inputs[argument.idx]);
+    }
+}
+
+/* Where the blocks adopted by an ending operator go: the next operator outwards. */
+CoreOp *parent_of(const CoreOp &op, Frame *outer) {
+    for (Frame *frame = outer; frame != nullptr; frame = frame->outer) {
+        if (CoreOp *parent = find(frame, op.core)) return parent;
+    }
+    if (op.adopted_count == 0 || outer == nullptr) return nullptr;
+    return find_or_begin(outer, op.core, op.op.stream);
+}
+
+/* Ends every tp_op of the frame and takes it off the stack. `outputs` may be empty. */
+void end_frame(Frame *frame, Thread *current, const std::vector<Operand> *outputs) {
+    const bool own = frame->thread == current;
+    if (own) current->pop(frame);
+    for (CoreOp *op = &frame->first; op != nullptr; op = op->next.get()) {
+        if (op->core == nullptr) continue;
+        std::vector<tp_addr> *addresses = nullptr;
+        if (own && outputs != nullptr) {
+            addresses = &current->addresses;
+            addresses->clear();
+            for (const Operand &output : *outputs) {
+                if (output.core == op->core) addresses->push_back(output.access.addr);
+            }
+        }
+        CoreOp *parent = own ? parent_of(*op, current->top()) : nullptr;
+        if (parent != nullptr) parent->adopted_count += op->adopted_count;
+        tp_op_end(&op->op, addresses != nullptr ? addresses->data() : nullptr,
+                  addresses != nullptr ? addresses->size() : 0,
+                  parent != nullptr ? &parent->op : nullptr);
+        op->core = nullptr;
+        op->adopted_count = 0;
+    }
+    frame->ended.store(true, std::memory_order_release);
+}
+
+FrameContext::~FrameContext() {
+    Frame *frame = frame_;
+    Thread *current = this_thread();
+    if (!frame->ended.load(std::memory_order_acquire)) end_frame(frame, current, nullptr);
+    /* A frame ended elsewhere stays with its own thread, which may still have it on its stack. */
+    if (current != nullptr && frame->thread == current) current->recycle(frame);
+}
+
+std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const OperatorUse &use,
+                                                    const at::RecordFunction &fn) {
+    collect_operands(thread, use, fn.inputs());
+    Frame *frame = thread->push();
+    std::unique_ptr<at::ObserverContext> context(new (frame) FrameContext(frame));
+    for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
+    if (C10_UNLIKELY(use.exports)) {
+        for (const Operand &operand : thread->operands) {
+            tp_export(operand.core, operand.access.addr);
+        }
+    }
+    return context;
+}
+
+std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction &fn) {
+    if (C10_UNLIKELY(disabled.load(std::memory_order_relaxed))) return nullptr;
+    try {
+        Thread *thread = this_thread();
+        if (thread == nullptr) return nullptr;
+        const OperatorUse *use = thread->use_of(fn);
+        return use == nullptr ? nullptr : start_operator(thread, *use, fn);
+    } catch (...) {
+        return nullptr; /* out of host memory */
+    }
+}
+
+/* Outputs of a core that the operator neither used nor allocated from: only marked as tensors. */
+void mark_others(Frame *frame, const std::vector<Operand> &outputs) {
+    for (const Operand &output : outputs) {
+        if (find(frame, output.core) == nullptr) tp_mark_seen(output.core, output.access.addr);
+    }
+}
+
+void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
+    if (context == nullptr || disabled.load(std::memory_order_relaxed)) return;
+    Frame *frame = static_cast<FrameContext *>(context)->frame_;
+    Thread *current = this_thread();
+    if (current == nullptr || frame->ended.load(std::memory_order_acquire)) return;
+    const std::vector<Operand> *outputs = nullptr;
+    try {
+        current->outputs.clear();
+        Collector collector(current->outputs, true);
+        for (const c10::IValue &value : fn.outputs()) collector.value(value);
+        current->addresses.reserve(current->outputs.size());
+        mark_others(frame, current->outputs);
+        outputs = &current->outputs;
+    } catch (...) {
+        /* Out of host memory: the outputs stay unseen, which only keeps them resident. */
+    }
+    end_frame(frame, current, outputs);
+}
+
+/* ---- installing -------------------------------------------------------------------------------- */
+
+std::mutex install_mutex;
+bool armed_slots[TP_SLOT_MAX]; /* this and the next two need install_mutex */
+bool forced = false;
+at::CallbackHandle callback_handle = at::INVALID_CALLBACK_HANDLE;
+
+void install_if_wanted() {
+    bool wanted = forced;
+    for (const bool armed : armed_slots) wanted = wanted || armed;
+    const bool installed = callback_handle != at::INVALID_CALLBACK_HANDLE;
+    if (wanted && !installed) {
+        /* Scope FUNCTION is where the dispatcher reports operators, those of the backward pass
+         * too. Named ranges of the other scopes launch nothing themselves. */
+        callback_handle = at::addGlobalCallback(at::RecordFunctionCallback(on_start, on_end)
+                                                    .needsInputs(true)
+                                                    .needsOutputs(true)
+                                                    .scopes({at::RecordScope::FUNCTION}));
+    } else if (!wanted && installed) {
+        at::removeCallback(callback_handle);
+        callback_handle = at::INVALID_CALLBACK_HANDLE;
+    }
+}
+
+void on_arm(int slot, bool armed) {
+    const std::lock_guard<std::mutex> guard(install_mutex);
+    armed_slots[slot] = armed;
+    install_if_wanted();
+}
+
+bool in_operator() {
+    if (disabled.load(std::memory_order_relaxed)) return false;
+    Thread *thread = this_thread();
+    return thread != nullptr && thread->top() != nullptr;
+}
+
+/* The frame is the same that in_operator saw: the thread has been inside the allocator since. */
+void on_alloc(tp_core *core, tp_addr addr, tp_stream stream) {
+    Thread *thread = this_thread();
+    Frame *frame = thread != nullptr ? thread->top() : nullptr;
+    if (frame == nullptr) return;
+    CoreOp *op = find_or_begin(frame, core, stream);
+    tp_op_adopt(&op->op, addr);
+    op->adopted_count++;
+}
+
+const tp_bind_operators operators_part = {in_operator, on_alloc, on_arm};
+
+} // namespace
+
+void hook_connect() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        /* The registration lives as long as the process. */
+        auto registration = c10::Dispatcher::singleton().addRegistrationListener(
+            std::make_unique<OperatorSetListener>());
+        new c10::RegistrationHandleRAII(std::move(registration));
+        tp_bind_set_operators(&operators_part);
+    });
+}
+
+void hook_force(bool on) {
+    const std::lock_guard<std::mutex> guard(install_mutex);
+    forced = on;
+    install_if_wanted();
+}
+
+uint64_t hook_call_count() {
+    const std::lock_guard<std::mutex> guard(threads_mutex);
+    uint64_t total = calls_of_ended_threads;
+    for (const Thread *thread : threads()) {
+        total += thread->call_count.load(std::memory_order_relaxed);
+    }
+    return total;
+}
+
+void hook_disable_after_fork() { disabled.store(true, std::memory_order_relaxed); }
+
+} // namespace torchpager

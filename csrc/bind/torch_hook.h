@@ -1,0 +1,21 @@
+/* torch_hook: the operator hook, one global at::RecordFunction callback (torch_hook.cpp). It is part
+ * of the extension torchpager._torch_cpu and reaches the doors through cores.h. */
+#ifndef TP_BIND_TORCH_HOOK_H
+#define TP_BIND_TORCH_HOOK_H
+
+#include <cstdint>
+
+namespace torchpager {
+
+/* Joins the hook to the cores. Once a process. */
+void hook_connect();
+/* The callback is installed while any core is armed or `on` is set. */
+void hook_force(bool on);
+/* Operators seen so far, on all threads. */
+uint64_t hook_call_count();
+/* In a forked child: nothing of ours is touched any more. */
+void hook_disable_after_fork();
+
+} // namespace torchpager
+
+#endif

@@ -1,0 +1,474 @@
+#include "pager/access.h"
+
+#include <stdlib.h>
+
+#include "base/check.h"
+#include "pager/evict.h"
+#include "pager/extent.h"
+#include "pager/reclaim.h"
+#include "pager/transfer.h"
+
+enum {
+    WAIT_NS = 1000000,
+    FILL_PATIENCE_NS = 50000000 /* how long a finished copy waits for pins and regions of others */
+};
+
+struct tp_op_pin {
+    tp_block *block;
+    uint64_t generation;
+    bool write;
+    bool adopted;
+};
+
+tp_block *tp_block_live(tp_pager *pager, tp_addr addr) {
+    tp_block *block = tp_space_find(&pager->space, addr);
+    return block != NULL && block->life == TP_BLOCK_LIVE ? block : NULL;
+}
+
+/* ---- pins -------------------------------------------------------------------------------------- */
+
+/* Room for one pin more; without host memory the pin is not made and the operand is not protected:
+ * then the block becomes immovable instead, so that nothing can go wrong. */
+static bool pins_reserve(tp_op *op, uint32_t count) {
+    if (op->pin_count + count <= op->pin_capacity) return true;
+    uint32_t capacity = op->pin_capacity == 0 ? 16 : op->pin_capacity * 2;
+    while (capacity < op->pin_count + count) capacity *= 2;
+    struct tp_op_pin *pins = realloc(op->pins, capacity * sizeof *pins);
+    if (pins == NULL) return false;
+    op->pins = pins;
+    op->pin_capacity = capacity;
+    return true;
+}
+
+static void make_immovable(tp_pager *pager, tp_block *block, bool *flag) {
+    if (!tp_block_immovable(block)) tp_gauge_add(&pager->stats.pinned, block->bytes);
+    *flag = true;
+}
+
+static bool pin_holds(const struct tp_op_pin *pin) {
+    return pin->block->generation == pin->generation && pin->block->life == TP_BLOCK_LIVE;
+}
+
+static void pin_drop(tp_pager *pager, const struct tp_op_pin *pin) {
+    tp_thread_pins--;
+    if (!pin_holds(pin)) return;
+    TP_ASSERT(pin->block->op_pins > 0);
+    pin->block->op_pins--;
+    pager->op_pin_total--;
+}
+
+static void lru_touch(tp_pager *pager, tp_block *block) {
+    tp_list_remove(&block->lru);
+    tp_list_push_back(&pager->live, &block->lru);
+}
+
+/* Calls off evictions that have not begun to change the mapping. */
+static void cancel_evictions(tp_pager *pager, tp_block *block) {
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        tp_extent *extent = &block->extents[i];
+        if (!extent->evict || extent->busy) continue;
+        extent->evict = false;
+        if (extent->state == TP_EXTENT_DIRTY || extent->state == TP_EXTENT_CLEAN) {
+            tp_list_remove(&extent->inflight);
+        }
+        if (extent->state == TP_EXTENT_DIRTY) tp_extent_drop_host(pager, extent);
+        tp_cond_broadcast(&pager->changed);
+    }
+}
+
+/* What the operands of an operator are waiting for. */
+typedef struct operands {
+    bool busy;    /* a mapping is being changed */
+    bool missing; /* an extent is in HOST or FILLING */
+} operands;
+
+static operands look(const tp_op *op) {
+    operands seen = {false, false};
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        if (!pin_holds(&op->pins[i])) continue;
+        const tp_block *block = op->pins[i].block;
+        for (uint32_t k = 0; k < block->extent_count; k++) {
+            const tp_extent *extent = &block->extents[k];
+            seen.busy = seen.busy || extent->busy;
+            seen.missing = seen.missing || extent->state == TP_EXTENT_HOST ||
+                           extent->state == TP_EXTENT_FILLING;
+        }
+    }
+    return seen;
+}
+
+static void pin_all(tp_pager *pager, tp_op *op, const tp_access *accesses, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        tp_block *block = tp_block_live(pager, accesses[i].addr);
+        if (block == NULL) continue;
+        block->seen = true;
+        if (!pins_reserve(op, 1)) {
+            make_immovable(pager, block, &block->captured);
+            continue;
+        }
+        op->pins[op->pin_count++] =
+            (struct tp_op_pin){block, block->generation, accesses[i].write, false};
+        block->op_pins++;
+        pager->op_pin_total++;
+        tp_thread_pins++;
+        lru_touch(pager, block);
+        cancel_evictions(pager, block);
+    }
+}
+
+static void unpin_all(tp_pager *pager, tp_op *op) {
+    for (uint32_t i = 0; i < op->pin_count; i++) pin_drop(pager, &op->pins[i]);
+    op->pin_count = 0;
+    tp_cond_broadcast(&pager->changed);
+}
+
+/* ---- misses ------------------------------------------------------------------------------------ */
+
+static uint32_t own_pins(const tp_op *op, const tp_block *block) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < op->pin_count; i++) count += op->pins[i].block == block ? 1 : 0;
+    return count;
+}
+
+/* Whether the mapping may change at all while we wait: somebody who launches on the HOST mapping
+ * now, or for good, forbids it. */
+static bool fillable(const tp_op *op, const tp_block *block) {
+    return !tp_block_immovable(block) &&
+           block->op_pins - block->waiting_pins <= own_pins(op, block);
+}
+
+static void waiting(tp_pager *pager, tp_op *op, bool on) {
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        if (!pin_holds(&op->pins[i])) continue;
+        op->pins[i].block->waiting_pins += on ? 1u : UINT32_MAX;
+        pager->waiting_pin_total += on ? 1u : UINT64_MAX;
+    }
+}
+
+/* Attaches a frame to one HOST extent and starts its fill. False: no frame can be had. */
+static bool start_fill(tp_pager *pager, tp_op *op, const struct tp_op_pin *pin, tp_extent *extent,
+                       bool wait) {
+    if (pager->capture_depth > 0) return false;
+    /* The copy stream is the first to use the frame: what the operator's stream may have again at
+     * once is not free for it. */
+    const tp_stream stream = pager->dev->copy_stream[TP_COPY_TO_DEVICE];
+    tp_status refused = TP_OK;
+    tp_frame *frame = tp_reclaim_device_frame(pager, extent->bytes, stream, &refused);
+    if (frame == NULL && wait) {
+        frame = tp_reclaim_wait_frame(pager, extent->bytes, stream, &refused);
+    }
+    if (frame == NULL) return false;
+    /* The lock was dropped: somebody else may have begun, or the block may be gone. */
+    const bool wanted = pin_holds(pin) && extent->state == TP_EXTENT_HOST && !extent->busy &&
+                        extent->device == NULL && fillable(op, pin->block) &&
+                        pager->failed == TP_OK;
+    if (!wanted) {
+        tp_frame_pool_put(&pager->device_frames, frame);
+        return true;
+    }
+    extent->device = frame;
+    tp_status status = tp_marker_record_context(&pager->markers, &extent->decided, NULL);
+    if (status == TP_OK) status = tp_transfer_fill(pager, extent, NULL);
+    if (status == TP_OK) return true;
+    if (extent->state == TP_EXTENT_HOST && pager->failed == TP_OK) {
+        extent->device = NULL;
+        tp_frame_pool_put(&pager->device_frames, frame);
+    }
+    return false;
+}
+
+/* Starts the fills of everything the operator misses, in operand order, for as long as memory can be
+ * had. What is left stays in HOST. */
+static void start_fills(tp_pager *pager, tp_op *op, bool wait) {
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        const struct tp_op_pin pin = op->pins[i];
+        for (uint32_t k = 0; pin_holds(&pin) && k < pin.block->extent_count; k++) {
+            tp_extent *extent = &pin.block->extents[k];
+            if (extent->state != TP_EXTENT_HOST || extent->device != NULL) continue;
+            if (!fillable(op, pin.block)) break;
+            if (!start_fill(pager, op, &pin, extent, wait)) return;
+        }
+    }
+}
+
+/* Whether a fill of the operator's operands is still going to end by itself. `copying`: it waits for
+ * the device; else for pins or regions of others. */
+static bool filling(tp_pager *pager, const tp_op *op, bool *copying) {
+    bool any = false;
+    *copying = false;
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        if (!pin_holds(&op->pins[i])) continue;
+        tp_block *block = op->pins[i].block;
+        for (uint32_t k = 0; k < block->extent_count; k++) {
+            tp_extent *extent = &block->extents[k];
+            if (extent->state != TP_EXTENT_FILLING || extent->abandon) continue;
+            any = true;
+            *copying = *copying || extent->busy || !tp_evict_blocked(pager, extent);
+        }
+    }
+    return any;
+}
+
+static void abandon_fills(tp_op *op) {
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        if (!pin_holds(&op->pins[i])) continue;
+        tp_block *block = op->pins[i].block;
+        for (uint32_t k = 0; k < block->extent_count; k++) {
+            tp_extent *extent = &block->extents[k];
+            if (extent->state == TP_EXTENT_FILLING && !extent->busy) extent->abandon = true;
+        }
+    }
+}
+
+static bool any_busy(const tp_op *op) { return look(op).busy; }
+
+/* Waits until the operands' fills are mapped. What cannot be, because others hold on to the HOST
+ * mapping, is given up after a while: the operator runs over HOST. */
+static void await_fills(tp_pager *pager, tp_op *op) {
+    const uint64_t began = tp_now_ns();
+    uint64_t stuck_since = 0;
+    bool copying = false;
+    waiting(pager, op, true);
+    while (pager->failed == TP_OK && filling(pager, op, &copying)) {
+        const uint64_t now = tp_now_ns();
+        if (copying) stuck_since = 0;
+        if (!copying && stuck_since == 0) stuck_since = now;
+        if (!copying && now - stuck_since > FILL_PATIENCE_NS) break;
+        tp_pager_wake(pager);
+        tp_pager_wait(pager, WAIT_NS);
+    }
+    abandon_fills(op);
+    while (any_busy(op)) tp_pager_wait(pager, WAIT_NS);
+    waiting(pager, op, false);
+    tp_tally_add(&pager->stats.stalls, 0, tp_now_ns() - began);
+}
+
+static void count_misses(tp_pager *pager, const tp_op *op) {
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        const tp_block *block = op->pins[i].block;
+        for (uint32_t k = 0; pin_holds(&op->pins[i]) && k < block->extent_count; k++) {
+            const tp_extent *extent = &block->extents[k];
+            if (!tp_extent_resident(extent->state)) {
+                tp_tally_add(&pager->stats.misses, extent->bytes, 0);
+            }
+        }
+    }
+}
+
+/* In strict mode HOST extents map nothing: what an operator is about to run over gets its host frame
+ * mapped after all. */
+void tp_access_map_host(tp_pager *pager, tp_extent *extent) {
+    if (extent->mapped != NULL || extent->host == NULL || extent->busy) return;
+    const tp_status status = pager->dev->ops->map(pager->dev, extent->addr, extent->bytes,
+                                                  extent->host->handle, NULL);
+    if (status != TP_OK) {
+        tp_pager_fail(pager, status);
+        return;
+    }
+    extent->mapped = extent->host;
+    extent->host->map_count++;
+}
+
+static void run_over_host(tp_pager *pager, const tp_op *op) {
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        if (!pin_holds(&op->pins[i])) continue;
+        tp_block *block = op->pins[i].block;
+        for (uint32_t k = 0; k < block->extent_count; k++) {
+            tp_extent *extent = &block->extents[k];
+            if (tp_extent_resident(extent->state)) continue;
+            tp_tally_add(&pager->stats.host_operators, extent->bytes, 0);
+            tp_access_map_host(pager, extent);
+        }
+    }
+}
+
+/* ---- operators --------------------------------------------------------------------------------- */
+
+static void mark_written(tp_pager *pager, const tp_op *op) {
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        if (!op->pins[i].write || !pin_holds(&op->pins[i])) continue;
+        tp_block *block = op->pins[i].block;
+        for (uint32_t k = 0; k < block->extent_count; k++) {
+            tp_extent_mark_written(pager, &block->extents[k]);
+        }
+    }
+}
+
+static bool capturing(tp_pager *pager, tp_stream stream) {
+    if (pager->capture_depth == 0) return false;
+    bool answer = true;
+    if (pager->dev->ops->stream_capturing(pager->dev, stream, &answer, NULL) != TP_OK) return true;
+    return answer;
+}
+
+void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size_t count,
+                     tp_stream stream) {
+    op->stream = stream;
+    op->pin_count = 0;
+    pin_all(pager, op, accesses, count);
+    const operands seen = look(op);
+    if (seen.busy || seen.missing) {
+        count_misses(pager, op);
+        /* All pins at once or none: who has to wait for others' mapping changes or for the ticket
+         * holds no pin meanwhile. */
+        unpin_all(pager, op);
+        tp_ticket_take(pager);
+        pin_all(pager, op, accesses, count);
+        while (look(op).busy) {
+            unpin_all(pager, op);
+            tp_pager_wait(pager, WAIT_NS);
+            pin_all(pager, op, accesses, count);
+        }
+        const bool page = pager->offload && pager->failed == TP_OK;
+        if (page) start_fills(pager, op, true);
+        tp_ticket_give(pager);
+        await_fills(pager, op);
+        run_over_host(pager, op);
+    }
+    mark_written(pager, op);
+    if (op->pin_count > 0 && capturing(pager, stream)) {
+        for (uint32_t i = 0; i < op->pin_count; i++) {
+            tp_block *block = op->pins[i].block;
+            if (pin_holds(&op->pins[i])) make_immovable(pager, block, &block->captured);
+        }
+    }
+}
+
+void tp_access_adopt(tp_pager *pager, tp_op *op, tp_addr addr) {
+    tp_block *block = tp_block_live(pager, addr);
+    if (block == NULL) return;
+    TP_REQUIRE(block->op_pins > 0);
+    if (pins_reserve(op, 1)) {
+        op->pins[op->pin_count++] =
+            (struct tp_op_pin){block, block->generation, false, true};
+    } /* else it stays pinned for good: safe, and freeing it forgets the pin */
+}
+
+/* A marker of the operator's work, or, where none can be recorded, a block that never moves. */
+static void mark_use(tp_pager *pager, tp_block *block, tp_marker marker, bool marked) {
+    if (!marked || tp_uses_add(&pager->markers, &block->uses, marker, false, NULL) != TP_OK) {
+        make_immovable(pager, block, &block->captured);
+    }
+}
+
+void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t output_count,
+                   tp_op *parent) {
+    if (op->pin_count == 0 && output_count == 0) return;
+    tp_marker marker = {0};
+    const bool marked = !capturing(pager, op->stream) &&
+                        tp_marker_record(&pager->markers, op->stream, &marker, NULL) == TP_OK;
+    for (size_t i = 0; i < output_count; i++) {
+        tp_block *block = tp_block_live(pager, outputs[i]);
+        if (block == NULL) continue;
+        block->seen = true;
+        lru_touch(pager, block);
+        mark_use(pager, block, marker, marked);
+    }
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        const struct tp_op_pin pin = op->pins[i];
+        if (pin_holds(&pin)) mark_use(pager, pin.block, marker, marked);
+        if (pin.adopted && parent != NULL && pin_holds(&pin) && pins_reserve(parent, 1)) {
+            parent->pins[parent->pin_count++] = pin;
+        } else {
+            pin_drop(pager, &pin);
+        }
+    }
+    op->pin_count = 0;
+    if (tp_ticket_taken(pager) || !tp_list_empty(&pager->inflight)) {
+        tp_cond_broadcast(&pager->changed);
+    }
+}
+
+/* ---- pins by handle, exports ------------------------------------------------------------------- */
+
+void tp_access_settle(tp_pager *pager, tp_block *block, uint64_t generation) {
+    for (;;) {
+        bool moving = false;
+        for (uint32_t i = 0; i < block->extent_count; i++) {
+            const tp_extent *extent = &block->extents[i];
+            moving = moving || extent->busy || extent->state == TP_EXTENT_FILLING;
+        }
+        if (!moving || block->generation != generation || pager->failed != TP_OK) return;
+        tp_pager_wake(pager);
+        tp_pager_wait(pager, WAIT_NS);
+    }
+}
+
+static bool resident(const tp_block *block) {
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        if (!tp_extent_resident(block->extents[i].state)) return false;
+    }
+    return true;
+}
+
+tp_status tp_access_pin(tp_pager *pager, tp_addr addr, tp_error *error) {
+    tp_block *block = tp_block_live(pager, addr);
+    if (block == NULL) return tp_error_set(error, TP_INVALID, "no block of ours holds it");
+    tp_op op = {0};
+    const tp_access access = {addr, false};
+    tp_access_begin(pager, &op, &access, 1, block->stream);
+    block = tp_block_live(pager, addr);
+    tp_status status = TP_INVALID;
+    if (block != NULL) {
+        status = resident(block) ? TP_OK : TP_OUT_OF_MEMORY;
+        if (status == TP_OK) {
+            if (!tp_block_immovable(block)) tp_gauge_add(&pager->stats.pinned, block->bytes);
+            block->handle_pins++;
+        }
+    }
+    unpin_all(pager, &op);
+    free(op.pins);
+    return status == TP_OK ? TP_OK
+                           : tp_error_set(error, status, "the block cannot be made resident");
+}
+
+tp_status tp_access_unpin(tp_pager *pager, tp_addr addr, tp_error *error) {
+    tp_block *block = tp_block_live(pager, addr);
+    if (block == NULL || block->handle_pins == 0) {
+        return tp_error_set(error, TP_INVALID, "no pin of ours is on it");
+    }
+    block->handle_pins--;
+    if (!tp_block_immovable(block)) tp_gauge_sub(&pager->stats.pinned, block->bytes);
+    tp_cond_broadcast(&pager->changed);
+    return TP_OK;
+}
+
+void tp_access_export(tp_pager *pager, tp_addr addr) {
+    tp_block *block = tp_block_live(pager, addr);
+    if (block == NULL) return;
+    make_immovable(pager, block, &block->exported);
+    /* Its writes are unseen from now on: what a host frame holds is no copy any more. */
+    cancel_evictions(pager, block);
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        tp_extent *extent = &block->extents[i];
+        if (extent->state == TP_EXTENT_FILLING && !extent->busy) extent->abandon = true;
+        if (!extent->busy) tp_extent_mark_written(pager, extent);
+    }
+    const uint64_t generation = block->generation;
+    tp_access_settle(pager, block, generation);
+    if (block->generation != generation) return;
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        tp_extent *extent = &block->extents[i];
+        if (extent->state == TP_EXTENT_HOST) tp_access_map_host(pager, extent);
+        tp_extent_mark_written(pager, extent);
+    }
+}
+
+bool tp_access_bring_back(tp_pager *pager, tp_block *block) {
+    const uint64_t generation = block->generation;
+    tp_op op = {0};
+    const tp_access access = {block->addr, false};
+    pin_all(pager, &op, &access, 1);
+    op.stream = block->stream;
+    start_fills(pager, &op, false);
+    await_fills(pager, &op);
+    const bool done = block->generation == generation && resident(block);
+    if (!done) run_over_host(pager, &op);
+    unpin_all(pager, &op);
+    free(op.pins);
+    return done;
+}
+
+void tp_access_await_remaps(tp_pager *pager) {
+    while (pager->remapping) tp_pager_wait(pager, WAIT_NS);
+}

@@ -1,0 +1,179 @@
+#include "pager/evict.h"
+
+#include "base/check.h"
+#include "pager/extent.h"
+#include "pager/reclaim.h"
+#include "pager/transfer.h"
+
+bool tp_evict_blocked(const tp_pager *pager, const tp_extent *extent) {
+    const tp_block *block = extent->block;
+    if (TP_RULE(pager, TP_RULE_GATE) && tp_pager_gate_closed(pager)) return true;
+    if (!TP_RULE(pager, TP_RULE_PIN)) return false;
+    /* Threads that wait for a fill launch nothing; nobody waits for an eviction of a pinned block. */
+    const bool fill = extent->state == TP_EXTENT_FILLING;
+    return block->op_pins != (fill ? block->waiting_pins : 0) || tp_block_immovable(block);
+}
+
+static bool may_remap(tp_pager *pager, const tp_extent *extent) {
+    if (extent->busy || tp_evict_blocked(pager, extent)) return false;
+    /* A region may have launched kernels after the decision. */
+    if (TP_RULE(pager, TP_RULE_GATE) && !tp_marker_done(&pager->markers, pager->region_end)) {
+        return false;
+    }
+    return !TP_RULE(pager, TP_RULE_CONTEXT_MARKER) ||
+           tp_marker_done(&pager->markers, extent->decided);
+}
+
+/* Replaces what the address maps by `to` (NULL: nothing). Drops the lock. When the new mapping
+ * fails, the old one is put back; when that fails too, contents cannot be reached: FAILED. */
+static tp_status remap(tp_pager *pager, tp_extent *extent, tp_frame *to) {
+    tp_device *dev = pager->dev;
+    tp_frame *from = extent->mapped;
+    extent->busy = true;
+    pager->remapping = true;
+    tp_lock_drop(&pager->lock);
+    tp_status status = TP_OK;
+    if (from != NULL) status = dev->ops->unmap(dev, extent->addr, extent->bytes, NULL);
+    const bool unmapped = status == TP_OK;
+    if (unmapped && to != NULL) {
+        status = dev->ops->map(dev, extent->addr, extent->bytes, to->handle, NULL);
+    }
+    tp_status back = TP_OK;
+    if (unmapped && status != TP_OK && from != NULL) {
+        back = dev->ops->map(dev, extent->addr, extent->bytes, from->handle, NULL);
+    }
+    tp_lock_take(&pager->lock);
+    extent->busy = false;
+    pager->remapping = false;
+    tp_cond_broadcast(&pager->changed);
+    if (back != TP_OK) {
+        from->map_count--;
+        extent->mapped = NULL;
+        tp_pager_fail(pager, back);
+    }
+    if (status != TP_OK) return status;
+    if (from != NULL) from->map_count--;
+    if (to != NULL) to->map_count++;
+    extent->mapped = to;
+    return TP_OK;
+}
+
+static void leave_flight(tp_extent *extent) { tp_list_remove(&extent->inflight); }
+
+/* Calls the eviction off: the extent stays resident. */
+static void give_up(tp_pager *pager, tp_extent *extent) {
+    extent->evict = false;
+    if (extent->state == TP_EXTENT_DIRTY) tp_extent_drop_host(pager, extent);
+    leave_flight(extent);
+    tp_cond_broadcast(&pager->changed);
+}
+
+/* Making a host frame takes milliseconds, with the lock dropped; meanwhile operators may use the
+ * block and it may be freed (`held` keeps it from retiring), so the frame is attached only if the
+ * eviction still stands. False: it does not. */
+static bool attach_host_frame(tp_pager *pager, tp_extent *extent) {
+    extent->held = true;
+    tp_frame *frame = tp_reclaim_host_frame(pager, extent->bytes);
+    extent->held = false;
+    if (frame == NULL) return false;
+    const bool stands = extent->evict && extent->state == TP_EXTENT_DIRTY &&
+                        extent->host == NULL && extent->block->life == TP_BLOCK_LIVE;
+    if (!stands) {
+        tp_frame_pool_put(&pager->host_frames, frame);
+        return false;
+    }
+    extent->host = frame;
+    return true;
+}
+
+static bool begin_write_back(tp_pager *pager, tp_extent *extent) {
+    const bool ready = extent->evict && (extent->host != NULL || attach_host_frame(pager, extent));
+    if (!ready || (tp_transfer_write_back(pager, extent, NULL) != TP_OK && pager->failed == TP_OK)) {
+        give_up(pager, extent);
+    }
+    return true;
+}
+
+static bool end_write_back(tp_pager *pager, tp_extent *extent) {
+    if (!tp_marker_done(&pager->markers, extent->copy)) return false;
+    if (extent->written && TP_RULE(pager, TP_RULE_WRITTEN_MEANWHILE)) {
+        tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
+        give_up(pager, extent);
+        return true;
+    }
+    tp_extent_become(pager, extent, TP_EXTENT_CLEAN);
+    if (extent->block->life != TP_BLOCK_LIVE) {
+        tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
+        give_up(pager, extent);
+    }
+    return true;
+}
+
+static bool evict(tp_pager *pager, tp_extent *extent) {
+    if (!extent->evict) {
+        leave_flight(extent);
+        return true;
+    }
+    if (!may_remap(pager, extent)) return false;
+    if (remap(pager, extent, pager->strict ? NULL : extent->host) != TP_OK) {
+        give_up(pager, extent);
+        return true;
+    }
+    tp_frame *frame = extent->device;
+    extent->device = NULL;
+    tp_extent_become(pager, extent, TP_EXTENT_HOST);
+    tp_frame_pool_put(&pager->device_frames, frame);
+    tp_tally_add(&pager->stats.evictions, extent->bytes, 0);
+    extent->block->evicted_count++;
+    extent->evict = false;
+    leave_flight(extent);
+    return true;
+}
+
+static bool fill_ended(tp_pager *pager, tp_extent *extent) {
+    return !TP_RULE(pager, TP_RULE_FILL_COMPLETE) || tp_marker_done(&pager->markers, extent->copy);
+}
+
+static bool end_fill(tp_pager *pager, tp_extent *extent) {
+    if (!fill_ended(pager, extent)) return false;
+    const bool unwanted = extent->abandon || extent->block->life != TP_BLOCK_LIVE;
+    if (!unwanted) {
+        if (!may_remap(pager, extent)) return false;
+        if (remap(pager, extent, extent->device) == TP_OK) {
+            tp_extent_become(pager, extent, TP_EXTENT_CLEAN);
+            leave_flight(extent);
+            return true;
+        }
+    }
+    tp_frame *frame = extent->device;
+    extent->device = NULL;
+    extent->abandon = false;
+    tp_extent_become(pager, extent, TP_EXTENT_HOST);
+    leave_flight(extent);
+    if (pager->failed == TP_OK) tp_frame_pool_put(&pager->device_frames, frame);
+    tp_cond_broadcast(&pager->changed);
+    return true;
+}
+
+static bool step(tp_pager *pager, tp_extent *extent) {
+    if (extent->busy) return false;
+    switch (extent->state) {
+    case TP_EXTENT_DIRTY: return begin_write_back(pager, extent);
+    case TP_EXTENT_WRITING: return end_write_back(pager, extent);
+    case TP_EXTENT_CLEAN: return evict(pager, extent);
+    case TP_EXTENT_FILLING: return end_fill(pager, extent);
+    case TP_EXTENT_HOST:
+    case TP_EXTENT_EMPTY:
+    case TP_EXTENT_STATE_COUNT: break;
+    }
+    extent->evict = false;
+    leave_flight(extent);
+    return true;
+}
+
+bool tp_evict_step(tp_pager *pager) {
+    for (tp_link *link = pager->inflight.next; link != &pager->inflight; link = link->next) {
+        if (step(pager, TP_CONTAINER(link, tp_extent, inflight))) return true;
+    }
+    return false;
+}

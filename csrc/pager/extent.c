@@ -1,0 +1,93 @@
+#include "pager/extent.h"
+
+#include "base/check.h"
+
+#define TO(state) (1u << TP_EXTENT_##state)
+
+/* Row: from; bits: to. HOST to EMPTY and the like is discard: a freed block forgets its contents. */
+static const uint8_t legal[TP_EXTENT_STATE_COUNT] = {
+    [TP_EXTENT_EMPTY] = TO(DIRTY) | TO(HOST),
+    [TP_EXTENT_DIRTY] = TO(WRITING) | TO(EMPTY),
+    [TP_EXTENT_WRITING] = TO(CLEAN) | TO(DIRTY),
+    [TP_EXTENT_CLEAN] = TO(DIRTY) | TO(HOST) | TO(EMPTY),
+    [TP_EXTENT_HOST] = TO(FILLING) | TO(EMPTY),
+    [TP_EXTENT_FILLING] = TO(CLEAN) | TO(HOST),
+};
+
+const char *tp_extent_state_name(tp_extent_state state) {
+    static const char *const names[TP_EXTENT_STATE_COUNT] = {"EMPTY", "DIRTY", "WRITING",
+                                                             "CLEAN", "HOST",  "FILLING"};
+    return state < TP_EXTENT_STATE_COUNT ? names[state] : "UNKNOWN";
+}
+
+bool tp_extent_may_become(tp_extent_state from, tp_extent_state to) {
+    return (legal[from] & (1u << to)) != 0;
+}
+
+bool tp_extent_resident(tp_extent_state state) {
+    return state == TP_EXTENT_DIRTY || state == TP_EXTENT_WRITING || state == TP_EXTENT_CLEAN;
+}
+
+static bool in_host(tp_extent_state state) {
+    return state == TP_EXTENT_HOST || state == TP_EXTENT_FILLING;
+}
+
+static void count(tp_pager *pager, tp_extent_state state, size_t bytes, bool add) {
+    tp_gauge *gauge = tp_extent_resident(state) ? &pager->stats.resident
+                      : in_host(state)          ? &pager->stats.host
+                                                : NULL;
+    if (gauge == NULL) return;
+    if (add) {
+        tp_gauge_add(gauge, bytes);
+    } else {
+        tp_gauge_sub(gauge, bytes);
+    }
+}
+
+void tp_extent_become(tp_pager *pager, tp_extent *extent, tp_extent_state to) {
+    TP_ASSERT(tp_extent_may_become(extent->state, to));
+    if (extent->block->life == TP_BLOCK_LIVE) {
+        count(pager, extent->state, extent->bytes, false);
+        count(pager, to, extent->bytes, true);
+    }
+    extent->state = to;
+}
+
+void tp_extent_drop_host(tp_pager *pager, tp_extent *extent) {
+    if (extent->host == NULL) return;
+    TP_ASSERT(extent->mapped != extent->host);
+    tp_frame_pool_put(&pager->host_frames, extent->host);
+    extent->host = NULL;
+    pager->host_full = false;
+}
+
+void tp_block_count(tp_pager *pager, const tp_block *block, bool live) {
+    tp_stats *stats = &pager->stats;
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        count(pager, block->extents[i].state, block->extents[i].bytes, live);
+    }
+    if (live) {
+        tp_gauge_add(&stats->allocated, block->requested_bytes);
+        tp_gauge_add(&stats->active, block->bytes);
+        stats->block_count++;
+        if (stats->block_count > stats->live_peak_count) stats->live_peak_count = stats->block_count;
+        return;
+    }
+    tp_gauge_sub(&stats->allocated, block->requested_bytes);
+    tp_gauge_sub(&stats->active, block->bytes);
+    stats->block_count--;
+    if (tp_block_immovable(block)) tp_gauge_sub(&stats->pinned, block->bytes);
+}
+
+void tp_extent_mark_written(tp_pager *pager, tp_extent *extent) {
+    if (extent->state == TP_EXTENT_CLEAN) {
+        tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
+        tp_extent_drop_host(pager, extent);
+    } else if (extent->state == TP_EXTENT_WRITING) {
+        extent->written = true;
+    }
+}
+
+bool tp_block_immovable(const tp_block *block) {
+    return block->handle_pins > 0 || block->exported || block->captured;
+}

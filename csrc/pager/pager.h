@@ -1,0 +1,105 @@
+/* pager: residency of live blocks, and the thread that changes their mappings.
+ *
+ * struct tp_pager is the state of one core; the files of this folder are its parts:
+ *   extent    the state machine of an extent, and the gauges that follow it
+ *   victim    which extents to evict (pure)
+ *   transfer  queueing a write-back or a fill
+ *   reclaim   where a frame comes from: pools, cached blocks, the device, victims; waiting for one
+ *   alloc     blocks: born, freed, cached, retired
+ *   access    operators: pins, misses, dirtiness, last-use markers
+ *   resize    budgets moved while running
+ *   pager     the thread: write-backs, evictions, fills, retirements
+ * None of it decides policy but victim and memory/budget.
+ *
+ * Lock: everything here expects pager->lock held, and may release it for a while where the
+ * function's comment says "may drop the lock": afterwards re-check what was read before. */
+#ifndef TP_PAGER_PAGER_H
+#define TP_PAGER_PAGER_H
+
+#include <pthread.h>
+
+#include "base/lock.h"
+#include "base/stats.h"
+#include "device/marker.h"
+#include "memory/budget.h"
+#include "memory/frame.h"
+#include "memory/space.h"
+#include "pager/types.h"
+
+enum { TP_SIZE_BINS = 256 };
+
+typedef struct tp_pager {
+    tp_device *dev;
+    tp_space space;
+    tp_frame_pool device_frames, host_frames;
+    tp_budget budget;
+    tp_markers markers;
+
+    tp_lock lock;
+    tp_cond work;    /* the pager's thread waits here */
+    tp_cond changed; /* everybody else: something moved, was freed, unpinned, failed */
+    pthread_t thread;
+    bool thread_started, thread_ended, stop, abandoned;
+
+    tp_link live;     /* blocks, least recently used first */
+    tp_link cached;   /* oldest first */
+    tp_link by_size[TP_SIZE_BINS]; /* the same, by size */
+    tp_link retiring;
+    tp_link deferred; /* freed while no marker could be recorded */
+    tp_link inflight; /* extents: see tp_extent.inflight */
+    bool remapping; /* the thread changes the mapping of a live block, with the lock dropped */
+    uint32_t unmapping_count; /* blocks being unmapped with the lock dropped */
+    uint64_t op_pin_total, waiting_pin_total; /* sums over the live blocks */
+
+    uint64_t ticket_next, ticket_serving; /* who may gather frames: one thread at a time, in order */
+    uint64_t negotiated_ns;
+    bool negotiating; /* a thread is talking to the foreign allocator with the lock dropped */
+
+    tp_hooks hooks;
+    size_t large_min_bytes;
+    bool offload, strict, page_out_before_op;
+    uint32_t rules_off;
+    uint32_t region_depth, capture_depth;
+    tp_marker region_end;  /* context-wide, recorded when the last region closed */
+    bool region_unmarked;  /* it could not be recorded then: the gate stays closed until it is */
+    bool armed;
+    bool pressure;  /* somebody had to wait for memory since offload went on: reclaim ahead */
+    bool paged;     /* bytes have moved to the host */
+    bool host_full; /* no host frame could be had; cleared when one becomes free */
+    tp_status failed;
+
+    size_t foreign_held_bytes; /* as last asked */
+    tp_stats stats;
+    tp_oom last_oom;
+    bool has_last_oom;
+} tp_pager;
+
+/* True while a rule about mappings is in force: always, but in debug builds that switch it off. */
+#if TP_DEBUG
+#define TP_RULE(pager, rule) (((pager)->rules_off & (uint32_t)(rule)) == 0)
+#else
+#define TP_RULE(pager, rule) ((void)(pager), true)
+#endif
+
+TP_MUST_USE tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev,
+                                    tp_error *error);
+/* Stops the thread, waits for work in flight, unmaps everything. Lock not held. */
+void tp_pager_fini(tp_pager *pager);
+/* Stops the thread within a bounded time; leaves every mapping. Lock not held. */
+void tp_pager_abandon(tp_pager *pager);
+
+/* Wakes the pager's thread. */
+void tp_pager_wake(tp_pager *pager);
+/* Waits for `changed`, at most timeout_ns (not 0); wait_begin and wait_end run around it with the
+ * lock dropped. Drops the lock. */
+void tp_pager_wait(tp_pager *pager, uint64_t timeout_ns);
+/* True while an opaque region is open, or its kernels may not be covered by a marker. */
+bool tp_pager_gate_closed(const tp_pager *pager);
+/* Records the marker that remaps wait for after a region. */
+void tp_pager_mark_region_end(tp_pager *pager);
+/* Enters FAILED. */
+void tp_pager_fail(tp_pager *pager, tp_status status);
+/* Broken invariants, numbered as in csrc/README.md. */
+TP_MUST_USE tp_status tp_pager_check(tp_pager *pager, tp_error *error);
+
+#endif

@@ -1,0 +1,350 @@
+#include "pager/reclaim.h"
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "pager/alloc.h"
+#include "pager/extent.h"
+#include "pager/victim.h"
+
+_Thread_local uint32_t tp_thread_pins;
+
+enum {
+    WAIT_NS = 2000000,           /* one look at the world while waiting for memory */
+    PATIENCE_NS = 50000000,      /* how long other threads' pins and regions are waited for */
+    STALL_NS = 50000,            /* a shorter wait is no stall */
+    NEGOTIATE_NS = 2000000,      /* the foreign allocator is asked no more often */
+    CANDIDATES_MAX = 64
+};
+
+void tp_ticket_take(tp_pager *pager) {
+    const uint64_t mine = pager->ticket_next++;
+    while (pager->ticket_serving != mine) tp_pager_wait(pager, WAIT_NS);
+}
+
+void tp_ticket_give(tp_pager *pager) {
+    pager->ticket_serving++;
+    tp_cond_broadcast(&pager->changed);
+}
+
+bool tp_ticket_taken(const tp_pager *pager) {
+    return pager->ticket_serving != pager->ticket_next;
+}
+
+size_t tp_reclaim_release(tp_pager *pager, tp_frame_pool *pool, size_t bytes) {
+    tp_link out;
+    tp_list_init(&out);
+    if (tp_frame_pool_strip(pool, bytes, &out) == 0) return 0;
+    tp_lock_drop(&pager->lock);
+    tp_link kept;
+    tp_list_init(&kept);
+    size_t got = 0;
+    uint64_t count = 0;
+    while (!tp_list_empty(&out)) {
+        tp_frame *frame = TP_CONTAINER(out.next, tp_frame, link);
+        const size_t frame_bytes = frame->bytes;
+        tp_list_remove(&frame->link);
+        if (tp_frame_destroy(pager->dev, frame)) {
+            got += frame_bytes;
+            count++;
+        } else {
+            tp_list_push_back(&kept, &frame->link);
+        }
+    }
+    tp_lock_take(&pager->lock);
+    while (!tp_list_empty(&kept)) {
+        tp_frame *frame = TP_CONTAINER(kept.next, tp_frame, link);
+        tp_list_remove(&frame->link);
+        tp_frame_pool_put(pool, frame);
+    }
+    pool->created_bytes -= got;
+    pool->release_count += count;
+    tp_gauge_sub(pool->kind == TP_FRAME_DEVICE ? &pager->stats.reserved : &pager->stats.host_held,
+                 got);
+    pager->stats.held.current = pager->stats.reserved.current + pager->foreign_held_bytes;
+    tp_tally_add(&pager->stats.frame_releases, got, 0);
+    tp_cond_broadcast(&pager->changed);
+    return got;
+}
+
+/* Creates a frame that the budget admits. Drops the lock. NULL: the device refused. */
+static tp_frame *create(tp_pager *pager, tp_frame_pool *pool, size_t bytes, tp_status *refused) {
+    tp_gauge *gauge =
+        pool->kind == TP_FRAME_DEVICE ? &pager->stats.reserved : &pager->stats.host_held;
+    pool->created_bytes += bytes;
+    tp_lock_drop(&pager->lock);
+    tp_frame *frame = NULL;
+    const tp_status status = tp_frame_create(pager->dev, pool->kind, bytes, &frame, NULL);
+    tp_lock_take(&pager->lock);
+    if (status != TP_OK) {
+        pool->created_bytes -= bytes;
+        if (refused != NULL) *refused = status;
+        return NULL;
+    }
+    pool->create_count++;
+    tp_gauge_add(gauge, bytes);
+    if (pool->kind == TP_FRAME_DEVICE) {
+        tp_gauge *held = &pager->stats.held;
+        held->current = pager->stats.reserved.current + pager->foreign_held_bytes;
+        if (held->current > held->peak) held->peak = held->current;
+    }
+    tp_tally_add(&pager->stats.frame_creates, bytes, 0);
+    return frame;
+}
+
+/* A frame of a cached block whose uses are all on `stream` (or complete): it serves at once through
+ * its new address, while the old mapping stays until the block retires. */
+static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
+    for (tp_link *link = pager->cached.next; link != &pager->cached; link = link->next) {
+        tp_block *block = TP_CONTAINER(link, tp_block, lru);
+        const uint32_t last = block->extent_count - 1;
+        /* All extents but the last have the largest size. */
+        if (block->extents[0].bytes != bytes && block->extents[last].bytes != bytes) continue;
+        if (TP_RULE(pager, TP_RULE_SAME_STREAM) &&
+            !tp_uses_only_on(&pager->markers, &block->uses, stream)) {
+            continue;
+        }
+        tp_block_retire(pager, block);
+        for (uint32_t i = 0; i < block->extent_count; i++) {
+            tp_extent *extent = &block->extents[i];
+            if (extent->bytes != bytes || extent->device == NULL) continue;
+            tp_frame *frame = extent->device;
+            extent->device = NULL;
+            tp_extent_become(pager, extent, TP_EXTENT_EMPTY);
+            return frame;
+        }
+    }
+    /* A retiring block's frames are no worse, while it waits for its markers. */
+    for (tp_link *link = pager->retiring.next; link != &pager->retiring; link = link->next) {
+        tp_block *block = TP_CONTAINER(link, tp_block, lru);
+        for (uint32_t i = 0; i < block->extent_count; i++) {
+            tp_extent *extent = &block->extents[i];
+            if (extent->bytes != bytes || extent->state != TP_EXTENT_DIRTY || extent->busy) continue;
+            if (TP_RULE(pager, TP_RULE_SAME_STREAM) &&
+                !tp_uses_only_on(&pager->markers, &block->uses, stream)) {
+                break;
+            }
+            tp_frame *frame = extent->device;
+            extent->device = NULL;
+            tp_extent_become(pager, extent, TP_EXTENT_EMPTY);
+            return frame;
+        }
+    }
+    return NULL;
+}
+
+void tp_reclaim_negotiate(tp_pager *pager) {
+    if (pager->hooks.foreign_cap == NULL || pager->hooks.foreign_held == NULL) return;
+    while (pager->negotiating) tp_pager_wait(pager, WAIT_NS);
+    if (tp_now_ns() - pager->negotiated_ns < NEGOTIATE_NS) return;
+    pager->negotiating = true;
+    const tp_hooks hooks = pager->hooks;
+    tp_lock_drop(&pager->lock);
+    const size_t held = hooks.foreign_held(hooks.ctx);
+    tp_lock_take(&pager->lock);
+    pager->foreign_held_bytes = held;
+    const size_t target = tp_budget_foreign_target(&pager->budget, held);
+    if (target < pager->budget.foreign_cap_bytes) {
+        tp_lock_drop(&pager->lock);
+        const size_t bound = hooks.foreign_cap(hooks.ctx, target);
+        tp_lock_take(&pager->lock);
+        if (bound < pager->budget.foreign_cap_bytes) pager->budget.foreign_cap_bytes = bound;
+    }
+    pager->negotiating = false;
+    pager->negotiated_ns = tp_now_ns();
+    tp_cond_broadcast(&pager->changed);
+}
+
+tp_frame *tp_reclaim_device_frame(tp_pager *pager, size_t bytes, tp_stream stream,
+                                  tp_status *device_status) {
+    tp_frame_pool *pool = &pager->device_frames;
+    tp_frame *frame = tp_frame_pool_take(pool, bytes);
+    if (frame == NULL) frame = steal(pager, bytes, stream);
+    if (frame != NULL) return frame;
+    if (!tp_budget_admits(&pager->budget, pool->created_bytes, bytes)) {
+        tp_reclaim_negotiate(pager);
+    }
+    if (!tp_budget_admits(&pager->budget, pool->created_bytes, bytes)) {
+        const size_t cap = tp_budget_frame_cap(&pager->budget);
+        const size_t over = bytes - tp_min_size(bytes, tp_sub_floor(cap, pool->created_bytes));
+        (void)tp_reclaim_release(pager, pool, over);
+    }
+    if (!tp_budget_admits(&pager->budget, pool->created_bytes, bytes)) {
+        return tp_frame_pool_take(pool, bytes);
+    }
+    return create(pager, pool, bytes, device_status);
+}
+
+/* Takes the host frames of CLEAN extents away until one of that size is free. */
+static void strip_clean(tp_pager *pager, size_t bytes) {
+    size_t freed = 0;
+    for (tp_link *link = pager->live.prev; link != &pager->live && freed < bytes;
+         link = link->prev) {
+        tp_block *block = TP_CONTAINER(link, tp_block, lru);
+        for (uint32_t i = 0; i < block->extent_count && freed < bytes; i++) {
+            tp_extent *extent = &block->extents[i];
+            if (extent->state != TP_EXTENT_CLEAN || extent->busy || extent->evict) continue;
+            tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
+            tp_extent_drop_host(pager, extent);
+            freed += extent->bytes;
+        }
+    }
+}
+
+tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes) {
+    tp_frame_pool *pool = &pager->host_frames;
+    for (int round = 0; round < 2; round++) {
+        tp_frame *frame = tp_frame_pool_take(pool, bytes);
+        if (frame != NULL) return frame;
+        if (!tp_budget_admits_host(&pager->budget, pool->created_bytes, bytes)) {
+            (void)tp_reclaim_release(pager, pool, bytes);
+        }
+        if (tp_budget_admits_host(&pager->budget, pool->created_bytes, bytes)) {
+            frame = create(pager, pool, bytes, NULL);
+            if (frame != NULL) return frame;
+        }
+        strip_clean(pager, bytes);
+    }
+    pager->host_full = true;
+    return NULL;
+}
+
+static size_t device_bytes(const tp_block *block) {
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        if (block->extents[i].device != NULL) bytes += block->extents[i].bytes;
+    }
+    return bytes;
+}
+
+/* An eviction that waits for the device alone, not for a pin or the gate to go away. */
+static bool unblocked(const tp_pager *pager, const tp_extent *extent) {
+    return !tp_pager_gate_closed(pager) && extent->block->op_pins == 0;
+}
+
+tp_incoming tp_reclaim_incoming(tp_pager *pager) {
+    tp_incoming in = {0};
+    for (tp_link *link = pager->retiring.next; link != &pager->retiring; link = link->next) {
+        in.bytes += device_bytes(TP_CONTAINER(link, tp_block, lru));
+    }
+    in.moving = !tp_list_empty(&pager->retiring) || pager->unmapping_count > 0;
+    for (tp_link *link = pager->inflight.next; link != &pager->inflight; link = link->next) {
+        const tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
+        const bool abandoned = extent->abandon && extent->state == TP_EXTENT_FILLING;
+        if (extent->block->life != TP_BLOCK_LIVE || !(extent->evict || abandoned)) continue;
+        in.bytes += extent->bytes;
+        in.moving = in.moving || abandoned || extent->busy || unblocked(pager, extent);
+    }
+    return in;
+}
+
+bool tp_reclaim_evictable(const tp_pager *pager, const tp_block *block) {
+    if (!TP_RULE(pager, TP_RULE_PIN)) return block->seen;
+    return block->seen && block->op_pins == 0 && !tp_block_immovable(block);
+}
+
+/* An extent that a new eviction may take. */
+static bool extent_takeable(const tp_pager *pager, const tp_extent *extent, bool clean) {
+    if (extent->evict || extent->busy) return false;
+    if (clean) return extent->state == TP_EXTENT_CLEAN;
+    return extent->state == TP_EXTENT_WRITING ||
+           (extent->state == TP_EXTENT_DIRTY && !pager->host_full);
+}
+
+static void candidate_fill(const tp_pager *pager, const tp_block *block, tp_candidate *out) {
+    *out = (tp_candidate){0};
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        const tp_extent *extent = &block->extents[i];
+        if (extent_takeable(pager, extent, true)) out->clean_bytes += extent->bytes;
+        if (extent_takeable(pager, extent, false)) out->dirty_bytes += extent->bytes;
+    }
+}
+
+size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t clean, size_t dirty,
+                       tp_marker decided) {
+    size_t marked = 0;
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        tp_extent *extent = &block->extents[i];
+        size_t *left = extent_takeable(pager, extent, true)    ? &clean
+                       : extent_takeable(pager, extent, false) ? &dirty
+                                                               : NULL;
+        if (left == NULL || *left == 0) continue;
+        *left = tp_sub_floor(*left, extent->bytes);
+        extent->evict = true;
+        extent->decided = decided;
+        if (!tp_link_in_list(&extent->inflight)) {
+            tp_list_push_back(&pager->inflight, &extent->inflight);
+        }
+        marked += extent->bytes;
+    }
+    return marked;
+}
+
+static size_t start_victims(tp_pager *pager, size_t bytes) {
+    tp_block *blocks[CANDIDATES_MAX];
+    tp_candidate candidates[CANDIDATES_MAX];
+    size_t count = 0;
+    for (tp_link *link = pager->live.next; link != &pager->live && count < CANDIDATES_MAX;
+         link = link->next) {
+        tp_block *block = TP_CONTAINER(link, tp_block, lru);
+        if (!tp_reclaim_evictable(pager, block)) continue;
+        candidate_fill(pager, block, &candidates[count]);
+        if (candidates[count].clean_bytes + candidates[count].dirty_bytes == 0) continue;
+        blocks[count++] = block;
+    }
+    if (count == 0 || tp_victim_choose(candidates, count, bytes) == 0) return 0;
+    tp_marker decided = {0};
+    if (tp_marker_record_context(&pager->markers, &decided, NULL) != TP_OK) return 0;
+    size_t started = 0;
+    for (size_t i = 0; i < count; i++) {
+        started += tp_reclaim_mark(pager, blocks[i], candidates[i].take_clean_bytes,
+                                   candidates[i].take_dirty_bytes, decided);
+    }
+    return started;
+}
+
+size_t tp_reclaim_start(tp_pager *pager, size_t bytes) {
+    size_t started = 0;
+    while (started < bytes && !tp_list_empty(&pager->cached)) {
+        tp_block *block = TP_CONTAINER(pager->cached.next, tp_block, lru);
+        started += device_bytes(block);
+        tp_block_retire(pager, block);
+    }
+    if (started < bytes && pager->offload && pager->capture_depth == 0) {
+        started += start_victims(pager, bytes - started);
+    }
+    if (started > 0) tp_pager_wake(pager);
+    return started;
+}
+
+/* Whether some block would be evictable if an operator on another thread ended, or a region. */
+static bool others_are_in_the_way(const tp_pager *pager) {
+    if (!pager->offload) return false;
+    return pager->op_pin_total - pager->waiting_pin_total > tp_thread_pins ||
+           tp_pager_gate_closed(pager);
+}
+
+tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, tp_stream stream,
+                                tp_status *device_status) {
+    const uint64_t began = tp_now_ns();
+    uint64_t stuck_since = 0;
+    tp_frame *frame = NULL;
+    while ((frame = tp_reclaim_device_frame(pager, bytes, stream, device_status)) == NULL) {
+        if (pager->failed != TP_OK) break;
+        const tp_incoming in = tp_reclaim_incoming(pager);
+        bool moving = in.moving;
+        if (in.bytes < bytes) moving |= tp_reclaim_start(pager, bytes - in.bytes) > 0;
+        if (moving) {
+            stuck_since = 0;
+        } else {
+            const uint64_t now = tp_now_ns();
+            if (stuck_since == 0) stuck_since = now;
+            if (!others_are_in_the_way(pager) || now - stuck_since > PATIENCE_NS) break;
+        }
+        pager->pressure = pager->offload;
+        tp_pager_wake(pager);
+        tp_pager_wait(pager, WAIT_NS);
+    }
+    const uint64_t waited = tp_now_ns() - began;
+    if (waited > STALL_NS) tp_tally_add(&pager->stats.stalls, frame == NULL ? 0 : bytes, waited);
+    return frame;
+}

@@ -1,0 +1,52 @@
+/* reclaim: where frames come from, cheapest first: the pool, the frames of a cached block the same
+ * stream has freed, the device while the budget admits it, the device after giving frames of other
+ * sizes back, and, after waiting, cached blocks retired and victims evicted.
+ *
+ * One thread at a time gathers frames: it holds the ticket. Who waits for the ticket holds no pins
+ * of its own operator. No wait here is without bound. */
+#ifndef TP_PAGER_RECLAIM_H
+#define TP_PAGER_RECLAIM_H
+
+#include "pager/pager.h"
+
+/* Pins held by operators in progress on this thread. */
+extern _Thread_local uint32_t tp_thread_pins;
+
+/* May drop the lock. */
+void tp_ticket_take(tp_pager *pager);
+void tp_ticket_give(tp_pager *pager);
+bool tp_ticket_taken(const tp_pager *pager);
+
+/* A device frame without waiting, or NULL. `device_status`: what the device itself answered when it
+ * refused a frame the budget admits (else untouched). May drop the lock. */
+tp_frame *tp_reclaim_device_frame(tp_pager *pager, size_t bytes, tp_stream stream,
+                                  tp_status *device_status);
+/* A host frame without waiting, or NULL: the host budget or the host is full. May drop the lock. */
+tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes);
+
+/* As tp_reclaim_device_frame, but waits while anything can be reclaimed (victims only when offload is
+ * on). The caller holds the ticket. NULL: nothing more can be had. May drop the lock. */
+tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, tp_stream stream,
+                                tp_status *device_status);
+
+/* Device bytes on their way to becoming free. `moving`: some of them wait for the device alone, so
+ * that waiting for them is bounded. */
+typedef struct tp_incoming {
+    size_t bytes;
+    bool moving;
+} tp_incoming;
+tp_incoming tp_reclaim_incoming(tp_pager *pager);
+/* Starts giving up at least `bytes` more: cached blocks, then victims. Returns the bytes started. */
+size_t tp_reclaim_start(tp_pager *pager, size_t bytes);
+/* Marks resident extents of a block to be evicted, at most `clean` and `dirty` bytes (rounded up to
+ * extents). `decided` was recorded just now. Returns the bytes marked. */
+size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t clean, size_t dirty,
+                       tp_marker decided);
+/* Whether a live block may be evicted at this moment. */
+bool tp_reclaim_evictable(const tp_pager *pager, const tp_block *block);
+/* Gives free frames of at least `bytes` back to the device. Drops the lock. Returns the bytes. */
+size_t tp_reclaim_release(tp_pager *pager, tp_frame_pool *pool, size_t bytes);
+/* Moves the border to the foreign allocator so that our frames may grow. Drops the lock. */
+void tp_reclaim_negotiate(tp_pager *pager);
+
+#endif

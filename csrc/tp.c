@@ -1,0 +1,456 @@
+#include "tp.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "pager/access.h"
+#include "pager/alloc.h"
+#include "pager/extent.h"
+#include "pager/pager.h"
+#include "pager/reclaim.h"
+#include "pager/resize.h"
+#include "pager/small.h"
+
+struct tp_core {
+    tp_pager pager;
+    tp_small small; /* used when config.serve_small */
+    bool serve_small;
+};
+
+static tp_pager *enter(tp_core *core) {
+    tp_lock_take(&core->pager.lock);
+    return &core->pager;
+}
+
+/* Every public call ends here: a debug build checks everything. */
+static void leave(tp_pager *pager) {
+#if TP_DEBUG > 1
+    if (pager->failed == TP_OK) TP_ASSERT(tp_pager_check(pager, NULL) == TP_OK);
+#endif
+    tp_lock_drop(&pager->lock);
+}
+
+/* ---- life -------------------------------------------------------------------------------------- */
+
+tp_status tp_core_create(const tp_config *config, tp_device *dev, tp_core **out, tp_error *error) {
+    tp_core *core = calloc(1, sizeof *core);
+    if (core == NULL) {
+        dev->ops->destroy(dev);
+        return tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for an allocator");
+    }
+    core->serve_small = config->serve_small;
+    tp_small_init(&core->small);
+    const tp_status status = tp_pager_init(&core->pager, config, dev, error);
+    if (status != TP_OK) {
+        dev->ops->destroy(dev);
+        free(core);
+        return status;
+    }
+    *out = core;
+    return TP_OK;
+}
+
+void tp_core_destroy(tp_core *core) {
+    tp_device *dev = core->pager.dev;
+    tp_small_fini(&core->small);
+    tp_pager_fini(&core->pager);
+    dev->ops->destroy(dev);
+    free(core);
+}
+
+void tp_core_abandon(tp_core *core) { tp_pager_abandon(&core->pager); }
+
+const tp_device_caps *tp_core_caps(const tp_core *core) { return &core->pager.dev->caps; }
+
+tp_device *tp_core_device(tp_core *core) { return core->pager.dev; }
+
+/* ---- budgets ----------------------------------------------------------------------------------- */
+
+tp_status tp_core_set_budget(tp_core *core, size_t device_bytes, size_t host_bytes,
+                             tp_error *error) {
+    tp_pager *pager = enter(core);
+    const tp_status status = tp_resize_budget(pager, device_bytes, host_bytes, error);
+    leave(pager);
+    return status;
+}
+
+void tp_core_get_budget(tp_core *core, size_t *device_bytes, size_t *host_bytes) {
+    tp_pager *pager = enter(core);
+    *device_bytes = pager->budget.limit_bytes;
+    *host_bytes = pager->budget.host_limit_bytes;
+    leave(pager);
+}
+
+/* Tells the hook owner; call with the lock not held. */
+static void tell_armed(tp_core *core, bool armed) {
+    const tp_hooks hooks = core->pager.hooks;
+    if (hooks.arm != NULL) hooks.arm(hooks.ctx, armed);
+}
+
+tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error) {
+    tp_pager *pager = enter(core);
+    const tp_status status = tp_resize_offload(pager, offload, error);
+    const bool disarmed = status == TP_OK && !offload && pager->armed;
+    if (disarmed) pager->armed = false;
+    leave(pager);
+    if (disarmed) tell_armed(core, false);
+    return status;
+}
+
+void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks) {
+    tp_pager *pager = enter(core);
+    pager->hooks = *hooks;
+    pager->negotiated_ns = 0;
+    leave(pager);
+}
+
+tp_status tp_core_yield_to_foreign(tp_core *core, size_t bytes, size_t *granted_cap_bytes,
+                                   tp_error *error) {
+    tp_pager *pager = enter(core);
+    const tp_status status = tp_resize_yield(pager, bytes, granted_cap_bytes, error);
+    leave(pager);
+    return status;
+}
+
+void tp_core_empty_cache(tp_core *core) {
+    tp_pager *pager = enter(core);
+    if (core->serve_small) tp_small_trim(&core->small, pager);
+    tp_resize_flush(pager);
+    leave(pager);
+}
+
+/* ---- blocks ------------------------------------------------------------------------------------ */
+
+/* Held bytes passed the low watermark: from now on the operator hook tells what is touched. What was
+ * used before is covered by a marker that the first write-backs wait for. */
+static bool arm(tp_pager *pager) {
+    if (pager->armed || !pager->offload) return false;
+    const size_t held = pager->device_frames.created_bytes + pager->budget.foreign_cap_bytes;
+    const bool always = pager->page_out_before_op;
+    if (!always && held < tp_budget_arm_bytes(&pager->budget) && pager->stats.host.current == 0) {
+        return false;
+    }
+    tp_marker before = {0};
+    if (pager->capture_depth > 0 ||
+        tp_marker_record_context(&pager->markers, &before, NULL) != TP_OK ||
+        tp_marker_stream_wait(&pager->markers, pager->dev->copy_stream[TP_COPY_TO_HOST], before,
+                              NULL) != TP_OK) {
+        return false; /* later, then */
+    }
+    pager->armed = true;
+    return true;
+}
+
+tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags, tp_addr *out,
+                   tp_oom *oom, tp_error *error) {
+    tp_pager *pager = enter(core);
+    const bool small = core->serve_small && bytes < pager->large_min_bytes;
+    const tp_status status =
+        small ? tp_small_alloc(&core->small, pager, bytes, stream, out, oom, error)
+              : tp_block_alloc(pager, bytes, stream, flags, out, oom, error);
+    const bool armed = status == TP_OK && arm(pager);
+    leave(pager);
+    if (armed) tell_armed(core, true);
+    return status;
+}
+
+void tp_free(tp_core *core, tp_addr addr) {
+    tp_pager *pager = enter(core);
+    tp_block *block = tp_block_live(pager, addr);
+    if (block != NULL && !pager->abandoned) {
+        if (core->serve_small && tp_small_holds(&core->small, block->addr)) {
+            tp_small_free(&core->small, pager, addr);
+        } else if (block->addr == addr) {
+            tp_block_free(pager, block);
+        }
+    }
+    leave(pager);
+}
+
+void tp_record_stream(tp_core *core, tp_addr addr, tp_stream stream) {
+    tp_pager *pager = enter(core);
+    tp_block *block = tp_block_live(pager, addr);
+    uint32_t lane = 0;
+    if (block != NULL && core->serve_small && tp_small_holds(&core->small, block->addr)) {
+        tp_small_record_stream(&core->small, pager, addr, stream);
+    } else if (block != NULL) {
+        const bool ok =
+            tp_markers_lane(&pager->markers, stream, &lane, NULL) == TP_OK &&
+            tp_uses_add(&pager->markers, &block->uses, (tp_marker){lane, 0}, true, NULL) == TP_OK;
+        if (!ok) tp_access_export(pager, addr); /* never moved, and freed behind everything */
+    }
+    leave(pager);
+}
+
+bool tp_owns(const tp_core *core, tp_addr addr) {
+    return tp_space_owns(&core->pager.space, addr);
+}
+
+static void block_info(const tp_block *block, tp_block_info *out) {
+    *out = (tp_block_info){
+        .addr = block->addr,
+        .requested_bytes = block->requested_bytes,
+        .bytes = block->bytes,
+        .extent_count = block->extent_count,
+        .pin_count = block->op_pins + block->handle_pins,
+        .seen = block->seen,
+        .immovable = tp_block_immovable(block),
+        .captured = block->captured,
+        .stream = block->stream,
+        .generation = block->generation,
+        .evicted_count = block->evicted_count,
+    };
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        const tp_extent *extent = &block->extents[i];
+        const bool resident = tp_extent_resident(extent->state);
+        out->resident_bytes += resident ? extent->bytes : 0;
+        out->host_bytes += resident ? 0 : extent->bytes;
+        out->dirty_count += extent->state == TP_EXTENT_DIRTY;
+        out->clean_count += extent->state == TP_EXTENT_CLEAN;
+        out->host_count += !resident;
+        out->busy_count += extent->state == TP_EXTENT_WRITING ||
+                           extent->state == TP_EXTENT_FILLING || extent->busy;
+    }
+}
+
+bool tp_block_query(tp_core *core, tp_addr addr, tp_block_info *out) {
+    tp_pager *pager = enter(core);
+    const tp_block *block = tp_block_live(pager, addr);
+    if (block != NULL) block_info(block, out);
+    leave(pager);
+    return block != NULL;
+}
+
+bool tp_block_visit(tp_core *core, void (*visit)(void *ctx, const tp_block_info *info),
+                    void *ctx) {
+    tp_pager *pager = enter(core);
+    const size_t room = pager->stats.block_count;
+    tp_block_info *infos = calloc(room == 0 ? 1 : room, sizeof *infos);
+    size_t count = 0;
+    if (infos != NULL) {
+        for (tp_link *link = pager->live.next; link != &pager->live && count < room;
+             link = link->next) {
+            block_info(TP_CONTAINER(link, tp_block, lru), &infos[count++]);
+        }
+    }
+    leave(pager);
+    if (infos == NULL) return false;
+    for (size_t i = 0; i < count; i++) visit(ctx, &infos[i]);
+    free(infos);
+    return true;
+}
+
+/* ---- operators --------------------------------------------------------------------------------- */
+
+void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t count,
+                 tp_stream stream) {
+    op->core = core;
+    tp_pager *pager = enter(core);
+    if (pager->page_out_before_op && count > 0) (void)tp_resize_evict_all(pager);
+    tp_access_begin(pager, op, accesses, count, stream);
+    leave(pager);
+}
+
+void tp_op_adopt(tp_op *op, tp_addr addr) {
+    tp_pager *pager = enter(op->core);
+    tp_access_adopt(pager, op, addr);
+    leave(pager);
+}
+
+void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *parent) {
+    tp_pager *pager = enter(op->core);
+    tp_access_end(pager, op, outputs, output_count, parent);
+    leave(pager);
+}
+
+void tp_op_fini(tp_op *op) {
+    free(op->pins);
+    memset(op, 0, sizeof *op);
+}
+
+tp_status tp_touch(tp_core *core, tp_addr addr, bool write, tp_stream stream, tp_error *error) {
+    tp_pager *pager = enter(core);
+    tp_status status = pager->failed;
+    if (status == TP_OK && tp_block_live(pager, addr) == NULL) status = TP_INVALID;
+    if (status == TP_OK) {
+        tp_op op = {0};
+        const tp_access access = {addr, write};
+        tp_access_begin(pager, &op, &access, 1, stream);
+        tp_access_end(pager, &op, NULL, 0, NULL);
+        free(op.pins);
+    }
+    leave(pager);
+    return status == TP_OK ? TP_OK : tp_error_set(error, status, "no live block holds the address");
+}
+
+void tp_mark_seen(tp_core *core, tp_addr addr) {
+    tp_pager *pager = enter(core);
+    tp_block *block = tp_block_live(pager, addr);
+    if (block != NULL) block->seen = true;
+    leave(pager);
+}
+
+void tp_region_begin(tp_core *core) {
+    tp_pager *pager = enter(core);
+    pager->region_depth++;
+    /* A remap that began before the region opened is over before its kernels are launched. */
+    tp_access_await_remaps(pager);
+    leave(pager);
+}
+
+void tp_region_end(tp_core *core) {
+    tp_pager *pager = enter(core);
+    TP_REQUIRE(pager->region_depth > 0);
+    pager->region_depth--;
+    tp_pager_mark_region_end(pager);
+    tp_pager_wake(pager);
+    tp_cond_broadcast(&pager->changed);
+    leave(pager);
+}
+
+void tp_capture_begin(tp_core *core) {
+    tp_pager *pager = enter(core);
+    pager->capture_depth++;
+    leave(pager);
+}
+
+void tp_capture_end(tp_core *core) {
+    tp_pager *pager = enter(core);
+    TP_REQUIRE(pager->capture_depth > 0);
+    pager->capture_depth--;
+    tp_pager_wake(pager);
+    leave(pager);
+}
+
+tp_status tp_pin(tp_core *core, tp_addr addr, tp_oom *oom, tp_error *error) {
+    tp_pager *pager = enter(core);
+    const tp_status status = tp_access_pin(pager, addr, error);
+    if (status == TP_OUT_OF_MEMORY) {
+        const tp_block *block = tp_block_live(pager, addr);
+        tp_oom_fill(pager, block == NULL ? 0 : block->bytes, &pager->last_oom);
+        pager->has_last_oom = true;
+        if (oom != NULL) *oom = pager->last_oom;
+    }
+    leave(pager);
+    return status;
+}
+
+tp_status tp_unpin(tp_core *core, tp_addr addr, tp_error *error) {
+    tp_pager *pager = enter(core);
+    const tp_status status = tp_access_unpin(pager, addr, error);
+    leave(pager);
+    return status;
+}
+
+void tp_export(tp_core *core, tp_addr addr) {
+    tp_pager *pager = enter(core);
+    tp_access_export(pager, addr);
+    leave(pager);
+}
+
+/* ---- tests and tools --------------------------------------------------------------------------- */
+
+tp_status tp_evict(tp_core *core, tp_addr addr, tp_error *error) {
+    tp_pager *pager = enter(core);
+    const tp_status status = tp_resize_evict(pager, addr, error);
+    leave(pager);
+    return status;
+}
+
+size_t tp_evict_all(tp_core *core) {
+    tp_pager *pager = enter(core);
+    const size_t bytes = tp_resize_evict_all(pager);
+    leave(pager);
+    return bytes;
+}
+
+tp_status tp_core_check(tp_core *core, tp_error *error) {
+    tp_lock_take(&core->pager.lock);
+    const tp_status status = tp_pager_check(&core->pager, error);
+    tp_lock_drop(&core->pager.lock);
+    return status;
+}
+
+void tp_core_stats(tp_core *core, tp_stats *out) {
+    tp_pager *pager = enter(core);
+    *out = pager->stats;
+    out->device_budget = pager->budget.limit_bytes;
+    out->host_budget = pager->budget.host_limit_bytes;
+    out->foreign_cap = pager->budget.foreign_cap_bytes;
+    out->armed = pager->armed;
+    out->offload = pager->offload;
+    out->failed = pager->failed != TP_OK;
+    leave(pager);
+}
+
+void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
+    tp_pager *pager = enter(core);
+    tp_stats *stats = &pager->stats;
+    if (peaks) {
+        tp_gauge *const gauges[] = {&stats->allocated, &stats->active,    &stats->reserved,
+                                    &stats->resident,  &stats->host,      &stats->host_held,
+                                    &stats->pinned,    &stats->held};
+        for (size_t i = 0; i < sizeof gauges / sizeof gauges[0]; i++) tp_gauge_reset_peak(gauges[i]);
+        stats->live_peak_count = stats->block_count;
+    }
+    if (totals) {
+        tp_tally *const tallies[] = {&stats->fills,          &stats->write_backs,
+                                     &stats->evictions,      &stats->misses,
+                                     &stats->stalls,         &stats->host_operators,
+                                     &stats->discards,       &stats->frame_creates,
+                                     &stats->frame_releases};
+        for (size_t i = 0; i < sizeof tallies / sizeof tallies[0]; i++) *tallies[i] = (tp_tally){0};
+        stats->alloc_count = stats->free_count = stats->cache_hits = 0;
+        stats->born_in_host = stats->ooms = 0;
+    }
+    leave(pager);
+}
+
+bool tp_core_last_oom(tp_core *core, tp_oom *out) {
+    tp_pager *pager = enter(core);
+    const bool has = pager->has_last_oom;
+    if (has) *out = pager->last_oom;
+    leave(pager);
+    return has;
+}
+
+/* ---- the process's cores ----------------------------------------------------------------------- */
+
+static _Atomic(tp_core *) cores[TP_SLOT_MAX];
+static _Atomic int cores_used; /* one more than the highest index ever used */
+
+/* The simulated device first, so that a look-up passes few empty places. */
+static int place_of(int slot) { return (slot + 1) % TP_SLOT_MAX; }
+
+tp_status tp_register(int slot, tp_core *core, tp_error *error) {
+    tp_core *none = NULL;
+    if (slot < 0 || slot >= TP_SLOT_MAX || core == NULL) {
+        return tp_error_set(error, TP_INVALID, "slot %d cannot be", slot);
+    }
+    if (!atomic_compare_exchange_strong(&cores[place_of(slot)], &none, core)) {
+        return tp_error_set(error, TP_BUSY, "slot %d has an allocator already", slot);
+    }
+    int used = atomic_load(&cores_used);
+    const int place = place_of(slot);
+    while (used <= place && !atomic_compare_exchange_weak(&cores_used, &used, place + 1)) continue;
+    return TP_OK;
+}
+
+void tp_unregister(int slot) {
+    if (slot >= 0 && slot < TP_SLOT_MAX) atomic_store(&cores[place_of(slot)], NULL);
+}
+
+tp_core *tp_core_at(int slot) {
+    return slot >= 0 && slot < TP_SLOT_MAX ? atomic_load(&cores[place_of(slot)]) : NULL;
+}
+
+tp_core *tp_core_owning(tp_addr addr) {
+    const int used = atomic_load_explicit(&cores_used, memory_order_acquire);
+    for (int i = 0; i < used; i++) {
+        tp_core *core = atomic_load_explicit(&cores[i], memory_order_acquire);
+        if (core != NULL && tp_owns(core, addr)) return core;
+    }
+    return NULL;
+}

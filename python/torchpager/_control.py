@@ -1,0 +1,205 @@
+"""The contexts of the process: one stack, one lock, and what they leave behind at exit."""
+
+import atexit
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchpager import _core
+from torchpager.sizes import format_size
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger("torchpager")
+logger.addHandler(logging.NullHandler())
+
+# Held while a context is entered or left, and while anything else changes what is in force.
+lock = threading.RLock()
+_stack: list["Context"] = []
+# The slot that a figure is meant for when nobody says which device.
+_last_slot: int | None = None
+_exit_callbacks: list[Callable[[], None]] = []
+_fork_callbacks: list[Callable[[], None]] = []
+
+
+class Context:
+    """Something in force for the whole process between ``start()`` and ``stop()``.
+
+    All contexts share one stack: each is left before those that were entered earlier. A context
+    is active once at a time and may be started again after it was stopped.
+    """
+
+    def __init__(self) -> None:
+        self._active = False
+        self._forked = False
+
+    @property
+    def active(self) -> bool:
+        """Whether it is in force."""
+        return self._active
+
+    def start(self) -> "Self":
+        """Put it in force.
+
+        Raises
+        ------
+        RuntimeError
+            It is active already.
+        """
+        with lock:
+            if self._active:
+                raise RuntimeError(
+                    f"{self!r} is active already; stop it first, or make another"
+                )
+            self._enter()
+            self._active = True
+            self._forked = False
+            _stack.append(self)
+        return self
+
+    def stop(self) -> None:
+        """Restore what ``start()`` found.
+
+        Raises
+        ------
+        RuntimeError
+            It is not active, or a context that was entered later still is. Nothing changes
+            then.
+        """
+        with lock:
+            if self._forked:  # the parent's context: nothing of it is in force in this process
+                self._forked = False
+                return
+            if not self._active:
+                raise RuntimeError(f"{self!r} is not active")
+            if _stack[-1] is not self:
+                raise RuntimeError(
+                    f"{self!r} is left out of order: {_stack[-1]!r} was entered later, "
+                    "leave it first"
+                )
+            _stack.pop()
+            self._active = False
+            self._leave()
+
+    def __enter__(self) -> "Self":
+        return self.start()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.stop()
+        except Exception:
+            if exc_type is None:
+                raise
+            # The body's own exception is what the caller must see.
+            logger.exception("leaving %r failed", self)
+
+    def _enter(self) -> None:
+        """Put it in force, or raise and leave everything as it was."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Restore what ``_enter`` found."""
+        raise NotImplementedError
+
+
+def active_contexts() -> tuple[Context, ...]:
+    """Return the contexts in force, the outermost first."""
+    return tuple(_stack)
+
+
+def use_slot(slot: int) -> None:
+    """Remember which device figures are meant for when nobody says which."""
+    global _last_slot
+    _last_slot = slot
+
+
+def last_slot() -> int | None:
+    """Return the slot of the context entered last; None when there was none."""
+    return _last_slot
+
+
+def mark_tensors_seen(slot: int) -> None:
+    """Tell the core which of its blocks are tensors.
+
+    Only a block that was seen as a tensor may be evicted, and the operator hook sees none
+    before it is armed. What Python can reach is found through the garbage collector; what only
+    autograd's nodes hold is found later, by the hook.
+    """
+    for thing in gc.get_objects():
+        # type(), not isinstance(): that would run the __class__ of lazy proxies.
+        if issubclass(type(thing), torch.Tensor):
+            address = tensor_address(thing)
+            if address and _core.owns(address) == slot:
+                _core.mark_seen(address)
+
+
+def tensor_address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's bytes are; 0 for one that has no memory of its own.
+
+    Looking is not reading: this does not go through the patched ``data_ptr``.
+    """
+    try:
+        return torch._C.TensorBase.data_ptr(tensor)
+    except Exception:  # sparse, meta, functorch's wrappers, subclasses: each has its own error
+        return 0
+
+
+def on_first_paging(slot: int) -> None:
+    """Say once that bytes have moved to the host."""
+    where = "the simulated device" if slot == _core.SIM_SLOT else f"cuda:{slot}"
+    budget, host = _core.get_budget(slot)
+    logger.info(
+        "paging has begun on %s: budget %s, host budget %s (torchpager.stats() says more)",
+        where,
+        format_size(budget),
+        format_size(host),
+    )
+
+
+def at_exit(close: Callable[[], None]) -> None:
+    """Have a door closed before the cores are abandoned. ``close`` must not wait."""
+    _exit_callbacks.append(close)
+
+
+def after_fork(forget: Callable[[], None]) -> None:
+    """Have ``forget`` called in every child of a fork."""
+    _fork_callbacks.append(forget)
+
+
+def _forget_in_child() -> None:
+    """After fork: no context of the parent is in force in the child."""
+    global lock
+    lock = threading.RLock()  # another thread may have held it
+    for context in _stack:
+        context._active = False
+        context._forked = True
+    _stack.clear()
+    for forget in _fork_callbacks:
+        forget()
+
+
+def _abandon() -> None:
+    """At interpreter exit: nothing moves any more, nothing is waited for."""
+    for close in _exit_callbacks:
+        try:
+            close()
+        except Exception:
+            logger.exception("at exit")
+    _core.abandon_all()
+
+
+_core.on_first_paging(on_first_paging)
+os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_abandon)

@@ -1,0 +1,91 @@
+"""The C core as Python sees it. Slots: CUDA device index, or SIM_SLOT for the simulated device.
+
+Every call that can wait releases the GIL. Sizes are int bytes; None is "no limit". A failed call
+raises CoreError (with .status, a name of base/status.h such as "OUT_OF_MEMORY"; .driver_code; and
+.oom, a dict of the tp_oom figures or None) and changes nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+SIM_SLOT: int
+DEBUG: int  # the TP_DEBUG level of this build
+
+class CoreError(Exception):
+    status: str
+    driver_code: int
+    oom: dict[str, int | bool | str] | None
+
+# -- life: one core a slot; it stays registered until the process ends ------------------------------
+def sim_open(
+    *,
+    device_bytes: int,
+    granularity: int,
+    large_min: int,
+    extent_max: int,
+    strict: bool,
+    page_out_before_op: bool,
+    seed: int,
+    poison: bool = True,
+) -> None:
+    """Create the simulated device and its core at SIM_SLOT. CoreError("BUSY") if one is open."""
+
+def sim_close() -> bool:
+    """Destroy the simulated core if no block of it is alive. False: blocks are alive, it stays."""
+
+def cuda_open(
+    device: int, *, large_min: int = 0, extent_max: int = 0, serve_small: bool = False
+) -> None:
+    """Create the core of a CUDA device. CoreError("UNSUPPORTED") with the reason."""
+
+def is_open(slot: int) -> bool: ...
+def abandon_all() -> None:
+    """At interpreter exit: stop the pager threads, leave every mapping as it is."""
+
+def caps(slot: int) -> dict[str, Any]:
+    """name, granularity_bytes, total_bytes, host_frames, shared_frames, context_marker."""
+
+def memory_info(slot: int) -> tuple[int, int]:
+    """Device memory free and total as the driver reports them now, bytes."""
+
+def cuda_probe(device: int = 0, retain: bool = False) -> dict[str, Any]:
+    """tp_cuda_probe as a dict; never raises."""
+
+# -- budgets -----------------------------------------------------------------------------------------
+def set_budget(slot: int, device_bytes: int | None, host_bytes: int | None) -> None: ...
+def get_budget(slot: int) -> tuple[int | None, int | None]: ...
+def set_offload(slot: int, offload: bool) -> None: ...
+def empty_cache(slot: int) -> None: ...
+
+# -- blocks (by any address inside one; an unknown address raises CoreError("INVALID")) ---------------
+def owns(addr: int) -> int | None:
+    """The slot whose core owns the address, or None."""
+
+def block(addr: int) -> dict[str, Any] | None:
+    """tp_block_info as a dict, or None when no live block holds the address."""
+
+def blocks(slot: int) -> list[dict[str, Any]]: ...
+def touch(addr: int, write: bool = False) -> None:
+    """Resident if possible, readable in any case. An address we do not own: nothing."""
+
+def export(addr: int) -> None:
+    """Touched, then immovable for good. An address we do not own: nothing."""
+
+def mark_seen(addr: int) -> None: ...
+def pin(addr: int) -> None: ...
+def unpin(addr: int) -> None: ...
+def evict(addr: int) -> None: ...
+def evict_all(slot: int) -> int: ...
+def check(slot: int) -> None: ...
+
+# -- figures -----------------------------------------------------------------------------------------
+def stats(slot: int) -> dict[str, Any]:
+    """tp_stats: gauges as (current, peak), tallies as (count, bytes, ns), the rest as is."""
+
+def reset_stats(slot: int, peaks: bool = True, totals: bool = True) -> None: ...
+def last_oom(slot: int) -> dict[str, Any] | None: ...
+def on_first_paging(callback: Callable[[int], None] | None) -> None:
+    """callback(slot), once a slot, on the main thread, soon after bytes first moved to the host."""
+
+def sim_fd(kind: str) -> int:
+    """The memfd of "device" or "host" frames of the simulated device."""

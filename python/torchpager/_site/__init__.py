@@ -1,0 +1,1 @@
+"""The folder that ``torchpager run`` puts on the PYTHONPATH of child processes."""

@@ -1,0 +1,89 @@
+"""Paging: what does not fit on the device moves to the host and back by itself."""
+
+from dataclasses import replace
+
+from torchpager import _control
+from torchpager._targets import DeviceLike, Settings, Target, resolve
+from torchpager.budget import host_size, resolve_host
+from torchpager.errors import UnavailableError
+from torchpager.sizes import Size
+
+
+class AutoOffload(_control.Context):
+    """What :func:`auto_offload` returns: a context, with ``start()`` and ``stop()``."""
+
+    def __init__(self, *, host: Size | None = None, device: DeviceLike = None) -> None:
+        super().__init__()
+        self._host = host_size(host)
+        self._device = device
+        self._target: Target | None = None
+        self._found = Settings()
+
+    def __repr__(self) -> str:
+        return "auto_offload()"
+
+    def _enter(self) -> None:
+        target = resolve(self._device)
+        if not target.pages:
+            raise UnavailableError(
+                "paging needs the wrapper door; with torchpager.pluggable_allocator() in place "
+                "there is only a hard budget"
+            )
+        target.open()
+        found = target.settings
+        device_bytes = found.device_bytes
+        target.change(
+            replace(
+                found,
+                device_bytes=target.auto_bytes() if device_bytes is None else device_bytes,
+                host_bytes=resolve_host(self._host, target),
+                host_asked=found.host_asked or self._host is not None,
+                offload=True,
+                door=True,
+            )
+        )
+        self._target, self._found = target, found
+        _control.mark_tensors_seen(target.slot)
+        _control.use_slot(target.slot)
+
+    def _leave(self) -> None:
+        assert self._target is not None
+        self._target.restore(self._found)
+
+
+def auto_offload(*, host: Size | None = None, device: DeviceLike = None) -> AutoOffload:
+    """Return paging, for the whole process; entered before or after a budget().
+
+    Tensors that do not fit in the budget live in host memory and come back when an operator
+    uses them. Without a :func:`torchpager.budget` the budget is what is free on the device on
+    entry plus what the process holds there, less 5%; on the simulated device 95% of
+    ``device_bytes``.
+
+    After it was left nothing moves any more: what fits has come back, and what does not stays
+    in host memory, where it can be used, slowly.
+
+    Parameters
+    ----------
+    host
+        The most host memory that moved bytes may take; see :func:`torchpager.budget`.
+    device
+        A CUDA device; None: the simulated device inside :func:`torchpager.simulate`, else the
+        current CUDA device.
+
+    Returns
+    -------
+    AutoOffload
+        A context manager with ``start()`` and ``stop()``.
+
+    Raises
+    ------
+    UnavailableError
+        On entry: there is no device to act on, or the pluggable allocator is in place.
+
+    Examples
+    --------
+    >>> import torch, torchpager
+    >>> with torchpager.simulate("64 MiB"), torchpager.auto_offload():
+    ...     tensors = [torch.zeros(4 << 20) for _ in range(8)]  # 128 MiB
+    """
+    return AutoOffload(host=host, device=device)

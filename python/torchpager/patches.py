@@ -1,0 +1,199 @@
+"""Reads and writes of CPU tensors that no operator announces, while simulate() is active.
+
+The operator hook makes operands resident. Some methods of PyTorch go to memory without an
+operator; they are wrapped here, so that the block they use is in place:
+
+* for the length of the call: ``Tensor.tolist``, ``apply_``, ``map_`` and ``map2_``; of storages
+  reading and writing an item, ``tolist``, ``resize_``, ``byteswap``, writing to and reading
+  from files; and the writer that ``torch.save`` uses. Pickling and ``copy.deepcopy`` go through
+  these, or through operators.
+* touched, and taken as written: ``data_ptr``. A pointer stays valid when the block moves, and
+  what is read through it stays right. What is *written* through it after the block has been
+  moved once more may be lost: :func:`torchpager.pin` excludes that.
+* for good: ``Tensor.numpy`` (so also ``__array__`` and ``numpy.asarray``) and DLPack. The
+  memory is handed out to readers and writers we do not see, so the block becomes immovable for
+  as long as it lives. DLPack's table of C functions is taken off the tensor class meanwhile, so
+  that its users come through ``__dlpack__``.
+
+What cannot be wrapped: methods called on ``torch._C.TensorBase`` and ``torch._C.StorageBase``,
+which are immutable types; functions bound to a name before simulate() was entered; C++ code
+that takes pointers itself (``torch.jit.save``, gloo's sends and receives, compiled CPU kernels,
+pybind11 extensions, ctypes). Their reads are right, except with ``strict=True``; for their
+writes the same holds as for ``data_ptr``.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+
+from torchpager import _control, _core
+
+_MISSING = object()
+_Method = Callable[..., Any]
+_Wrapper = Callable[[_Method], _Method]
+# (owner, name, what was in the owner's own dictionary, what we put there), in order of
+# installing.
+_installed: list[tuple[Any, str, Any, Any]] = []
+
+
+def install() -> None:
+    """Wrap everything in the list above. Under ``_control.lock``."""
+    if _installed:
+        return
+    for owner, names, wrapper in _wrapped():
+        for name in names:
+            if hasattr(owner, name):
+                _replace(owner, name, wrapper(getattr(owner, name)))
+    for owner in _exchange_classes():
+        _replace(owner, "__dlpack_c_exchange_api__", _MISSING)
+
+
+def uninstall() -> None:
+    """Restore what install() found. What somebody else has wrapped since is left alone."""
+    while _installed:
+        owner, name, found, ours = _installed.pop()
+        if vars(owner).get(name, _MISSING) is not ours:
+            continue
+        if found is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, found)
+
+
+def _replace(owner: Any, name: str, ours: Any) -> None:
+    found = vars(owner).get(name, _MISSING)
+    if ours is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, ours)
+    _installed.append((owner, name, found, ours))
+
+
+def _wrapped() -> list[tuple[Any, tuple[str, ...], _Wrapper]]:
+    """Return which names of which owner get which wrapper."""
+    tensor, storage = torch.Tensor, torch.UntypedStorage
+    return [
+        (tensor, ("numpy",), _exporting),
+        (tensor, ("tolist", "const_data_ptr"), _reading),
+        (tensor, ("apply_", "map_", "map2_"), _writing),
+        (tensor, ("data_ptr",), _handing_out),
+        (storage, ("__getitem__", "tolist", "_write_file"), _reading),
+        (storage, ("__setitem__", "_set_from_file", "_byteswap", "byteswap"), _writing),
+        (storage, ("resize_",), _reading),
+        (storage, ("data_ptr",), _handing_out),
+        (torch._C.PyTorchFileWriter, ("write_record",), _reading),
+        (torch._C, ("_to_dlpack", "_to_dlpack_versioned"), _exporting),
+        (torch, ("to_dlpack",), _exporting),
+        (torch.utils.dlpack, ("to_dlpack",), _exporting),
+    ]
+
+
+def _exchange_classes() -> list[type]:
+    """Return the classes that offer DLPack's table of C functions."""
+    offered = [torch.Tensor, *vars(torch.utils.dlpack).values()]
+    return [
+        owner
+        for owner in offered
+        if isinstance(owner, type) and "__dlpack_c_exchange_api__" in vars(owner)
+    ]
+
+
+def _blocks_of(args: tuple[Any, ...]) -> list[int]:
+    """Return the addresses of ours that the arguments stand for."""
+    addresses = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            address = _control.tensor_address(arg)
+        elif isinstance(arg, torch.UntypedStorage):
+            address = _storage_address(arg)
+        else:
+            continue
+        if address and _core.owns(address) is not None:
+            addresses.append(address)
+    return addresses
+
+
+def _storage_address(storage: torch.UntypedStorage) -> int:
+    try:
+        return torch._C.StorageBase.data_ptr(storage)  # type: ignore[attr-defined, no-any-return]
+    except Exception:  # meta storages and the like have no memory
+        return 0
+
+
+def _hold(address: int, write: bool) -> int | None:
+    """Keep a block in place; return its generation, or None when there is nothing to undo."""
+    block = _core.block(address)
+    if block is None:
+        return None
+    try:
+        _core.pin(address)
+    except _core.CoreError:  # the pins do not fit: the bytes can be used where they are
+        _core.touch(address, write)
+        return None
+    if write:
+        _core.touch(address, True)
+    generation: int = block["generation"]
+    return generation
+
+
+def _release(address: int, generation: int) -> None:
+    # The call itself may have freed the block (resize_), and another one may be there now.
+    block = _core.block(address)
+    if block is not None and block["generation"] == generation:
+        _core.unpin(address)
+
+
+def _during(write: bool, function: _Method) -> _Method:
+    @functools.wraps(function)
+    def held(*args: Any, **kwargs: Any) -> Any:
+        addresses = _blocks_of(args)
+        if not addresses:
+            return function(*args, **kwargs)
+        holds = [(address, _hold(address, write)) for address in addresses]
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for address, generation in holds:
+                if generation is not None:
+                    _release(address, generation)
+
+    return held
+
+
+def _reading(function: _Method) -> _Method:
+    return _during(False, function)
+
+
+def _writing(function: _Method) -> _Method:
+    return _during(True, function)
+
+
+def _handing_out(function: _Method) -> _Method:
+    @functools.wraps(function)
+    def touched(*args: Any, **kwargs: Any) -> Any:
+        for address in _blocks_of(args):
+            _core.touch(address, True)
+        return function(*args, **kwargs)
+
+    return touched
+
+
+def _exporting(function: _Method) -> _Method:
+    @functools.wraps(function)
+    def exported(*args: Any, **kwargs: Any) -> Any:
+        for address in _blocks_of(args):
+            _core.export(address)
+        return function(*args, **kwargs)
+
+    return exported
+
+
+def _forget_in_child() -> None:
+    """After fork nothing pages in the child."""
+    uninstall()
+
+
+_control.after_fork(_forget_in_child)

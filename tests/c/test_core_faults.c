@@ -1,0 +1,154 @@
+/* Every fallible public call with a fault in the 1st, 2nd, 3rd ... device call, until a run meets
+ * none. After the fault: a typed error, no value lost, nothing left behind, and the next call works;
+ * or the pager is in FAILED and says so. */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "device/device_sim.h"
+#include "fault_device.h"
+#include "harness.h"
+#include "tp.h"
+
+enum { BLOCKS = 4, BLOCK_BYTES = 40 * 1024 };
+
+typedef struct scene {
+    tp_device *dev, *sim;
+    tp_core *core;
+    tp_addr addr[BLOCKS];
+    bool failed; /* the pager went into FAILED */
+} scene;
+
+static tp_status scene_open(scene *s, const fault_plan *plan) {
+    memset(s, 0, sizeof *s);
+    const tp_sim_options options = {.device_bytes = 4 * TP_MIB, .granularity_bytes = 4 * TP_KIB};
+    MUST_OK(tp_sim_device_create(&options, &s->sim, &test_error));
+    MUST_OK(fault_device_create(s->sim, &s->dev, &test_error));
+    fault_device_arm(s->dev, plan);
+    const tp_config config = {.device_budget_bytes = 128 * TP_KIB,
+                              .host_budget_bytes = TP_NO_LIMIT,
+                              .extent_max_bytes = 16 * TP_KIB,
+                              .segment_bytes = 16 * TP_MIB,
+                              .offload = true};
+    return tp_core_create(&config, s->dev, &s->core, NULL);
+}
+
+static bool failed(scene *s) {
+    tp_stats stats;
+    tp_core_stats(s->core, &stats);
+    return stats.failed;
+}
+
+/* Writes and reads as an operator on the host would (the simulated device's memory is ours). */
+static void fill(scene *s, unsigned idx) {
+    const tp_access access = {s->addr[idx], true};
+    tp_op op = {0};
+    tp_op_begin(s->core, &op, &access, 1, NULL);
+    for (size_t at = 0; at < BLOCK_BYTES; at += 512) {
+        const uint64_t value = at + idx;
+        EXPECT(tp_sim_write(s->sim, s->addr[idx] + at, &value, sizeof value));
+    }
+    tp_op_end(&op, NULL, 0, NULL);
+    tp_op_fini(&op);
+}
+
+static void verify(scene *s, unsigned idx) {
+    const tp_access access = {s->addr[idx], false};
+    tp_op op = {0};
+    tp_op_begin(s->core, &op, &access, 1, NULL);
+    for (size_t at = 0; at < BLOCK_BYTES; at += 512) {
+        uint64_t value = 0;
+        EXPECT(tp_sim_read(s->sim, s->addr[idx] + at, &value, sizeof value));
+        if (value != at + idx) EXPECT_EQ(value, at + idx);
+    }
+    tp_op_end(&op, NULL, 0, NULL);
+    tp_op_fini(&op);
+}
+
+/* Any status is an answer here; what matters is what holds afterwards. */
+static void any(tp_status status) { EXPECT(status <= TP_FAILED); }
+
+static void act(scene *s) {
+    tp_oom oom;
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        any(tp_alloc(s->core, BLOCK_BYTES, NULL, 0, &s->addr[i], &oom, NULL));
+        if (s->addr[i] != 0) fill(s, i);
+    }
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        if (s->addr[i] == 0) continue;
+        any(tp_evict(s->core, s->addr[i], NULL));
+        verify(s, i);
+        any(tp_pin(s->core, s->addr[i], &oom, NULL));
+        any(tp_unpin(s->core, s->addr[i], NULL));
+        any(tp_touch(s->core, s->addr[i], false, NULL, NULL));
+    }
+    any(tp_core_set_budget(s->core, 96 * TP_KIB, TP_NO_LIMIT, NULL));
+    any(tp_core_set_offload(s->core, false, NULL));
+    any(tp_core_set_offload(s->core, true, NULL));
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        if (s->addr[i] != 0) verify(s, i);
+    }
+}
+
+static void expect_recovered(scene *s) {
+    if (failed(s)) {
+        tp_addr addr = 0;
+        EXPECT_STATUS(tp_alloc(s->core, BLOCK_BYTES, NULL, 0, &addr, NULL, &test_error),
+                      TP_FAILED);
+        return;
+    }
+    EXPECT_OK(tp_core_check(s->core, &test_error));
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        if (s->addr[i] != 0) verify(s, i);
+        if (s->addr[i] != 0) tp_free(s->core, s->addr[i]);
+        s->addr[i] = 0;
+    }
+    MUST_OK(tp_alloc(s->core, BLOCK_BYTES, NULL, 0, &s->addr[0], NULL, &test_error));
+    fill(s, 0);
+    verify(s, 0);
+    tp_free(s->core, s->addr[0]);
+    tp_core_empty_cache(s->core);
+    tp_stats stats;
+    tp_core_stats(s->core, &stats);
+    EXPECT_EQ(stats.reserved.current, 0);
+    EXPECT_EQ(stats.allocated.current, 0);
+}
+
+static uint64_t run(const fault_plan *plan, unsigned *went_failed) {
+    scene s;
+    const bool opened = scene_open(&s, plan) == TP_OK;
+    if (!opened) return 1;
+    act(&s);
+    const bool fired = fault_device_fired(s.dev);
+    fault_device_disarm(s.dev);
+    *went_failed += failed(&s) ? 1u : 0u;
+    expect_recovered(&s);
+    tp_core_destroy(s.core);
+    return fired ? 1 : 0;
+}
+
+static void loop(uint32_t calls, bool persistent) {
+    unsigned went_failed = 0;
+    uint64_t nth = 1;
+    while (test_failures() == 0) {
+        const fault_plan plan = {.nth = nth, .calls = calls, .persistent = persistent};
+        if (run(&plan, &went_failed) == 0) break;
+        nth++;
+    }
+    EXPECT(nth > 1);
+    printf("  %llu faults met, %u of them ended in FAILED\n", (unsigned long long)nth - 1,
+           went_failed);
+}
+
+TEST(fault_in_any_one_call_is_survived) { loop(FAULT_ALL_CALLS & ~(1u << FAULT_EVENT_QUERY), false); }
+
+TEST(fault_in_frames_for_good_is_survived) {
+    loop((1u << FAULT_DEVICE_FRAME) | (1u << FAULT_HOST_FRAME), true);
+}
+
+TEST(fault_in_a_query_ends_in_failed) {
+    unsigned went_failed = 0;
+    const fault_plan plan = {.nth = 3, .calls = 1u << FAULT_EVENT_QUERY};
+    EXPECT_EQ(run(&plan, &went_failed), 1);
+    EXPECT_EQ(went_failed, 1);
+}

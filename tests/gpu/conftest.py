@@ -1,0 +1,82 @@
+"""For the tests that need a GPU: they are skipped without one, and none can hang."""
+
+import faulthandler
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Deterministic matrix products; read by cuBLAS when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 90
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", f"limit(seconds): at most that long instead of {LIMIT_S} s"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Print every thread's stack and end the run when a test takes too long."""
+    mark = item.get_closest_marker("limit")
+    seconds = mark.args[0] if mark else LIMIT_S
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def clean_device() -> Iterator[None]:
+    """Give every test a device on which nothing of the one before is left."""
+    yield
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+class Script:
+    """Runs Python in a process of its own and returns what it printed."""
+
+    def __call__(
+        self, *arguments: str, code: int | None = 0, timeout_s: int = 80, **environment: str
+    ) -> str:
+        """Run ``python -X faulthandler ARGUMENTS``; None as ``code`` accepts any exit code."""
+        done = subprocess.run(
+            [sys.executable, "-X", "faulthandler", *arguments],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        if code is not None:
+            assert done.returncode == code, done.stdout[-6000:]
+        return done.stdout
+
+
+@pytest.fixture
+def python() -> Script:
+    """Return the function that runs Python in a process of its own."""
+    return Script()

@@ -1,0 +1,57 @@
+"""Fixtures shared by the Python tests. No test may leave anything in force."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torchpager import _control, _core, _torch_cpu
+
+MIB = 1 << 20
+GRANULE = 64 << 10
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Fail a test that leaves a context, the door, a patch or a block behind."""
+    numpy_method = torch.Tensor.numpy
+    yield
+    left = _control.active_contexts()
+    for context in reversed(left):
+        context.stop()
+    gc.collect()
+    assert not left, f"left in force: {left}"
+    assert not _torch_cpu.installed()
+    assert torch.Tensor.numpy is numpy_method
+    if _core.is_open(_core.SIM_SLOT):
+        _core.check(_core.SIM_SLOT)
+        assert _core.blocks(_core.SIM_SLOT) == [], "tensors of a simulated device are alive"
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch):
+    """Take the defaults out of the environment."""
+    for name in ("TORCHPAGER_BUDGET", "TORCHPAGER_HOST_BUDGET", "TORCHPAGER_AUTOSTART"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def run_python():
+    """Run Python in a process of its own; returns the finished process."""
+
+    def run(*args, check=True, timeout=100, **options):
+        done = subprocess.run(
+            [sys.executable, *map(str, args)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            **options,
+        )
+        if check and done.returncode:
+            pytest.fail(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    return run
