@@ -66,13 +66,46 @@ const tp_device_caps *tp_core_caps(const tp_core *core) { return &core->pager.de
 
 tp_device *tp_core_device(tp_core *core) { return core->pager.dev; }
 
+/* Tells the hook owner; call with the lock not held. */
+static void tell_armed(tp_core *core, bool armed) {
+    const tp_hooks hooks = core->pager.hooks;
+    if (hooks.arm != NULL) hooks.arm(hooks.ctx, armed);
+}
+
+/* Held bytes passed the low watermark, or bytes are in HOST: from now on the operator hook tells what
+ * is touched. What was used before is covered by a marker that the first write-backs wait for. */
+static bool arm(tp_pager *pager) {
+    if (pager->armed || !pager->offload) return false;
+    const size_t held = pager->device_frames.created_bytes + pager->budget.foreign_cap_bytes;
+    const bool always = pager->page_out_before_op;
+    if (!always && held < tp_budget_arm_bytes(&pager->budget) && pager->stats.host.current == 0) {
+        return false;
+    }
+    tp_marker before = {0};
+    if (pager->capture_depth > 0 ||
+        tp_marker_record_context(&pager->markers, &before, NULL) != TP_OK ||
+        tp_marker_stream_wait(&pager->markers, pager->dev->copy_stream[TP_COPY_TO_HOST], before,
+                              NULL) != TP_OK) {
+        return false; /* later, then */
+    }
+    pager->armed = true;
+    return true;
+}
+
+/* leave(), after anything that may have moved bytes to the host or brought the watermark near. */
+static void leave_arming(tp_core *core) {
+    const bool armed = arm(&core->pager);
+    leave(&core->pager);
+    if (armed) tell_armed(core, true);
+}
+
 /* ---- budgets ----------------------------------------------------------------------------------- */
 
 tp_status tp_core_set_budget(tp_core *core, size_t device_bytes, size_t host_bytes,
                              tp_error *error) {
     tp_pager *pager = enter(core);
     const tp_status status = tp_resize_budget(pager, device_bytes, host_bytes, error);
-    leave(pager);
+    leave_arming(core);
     return status;
 }
 
@@ -83,18 +116,12 @@ void tp_core_get_budget(tp_core *core, size_t *device_bytes, size_t *host_bytes)
     leave(pager);
 }
 
-/* Tells the hook owner; call with the lock not held. */
-static void tell_armed(tp_core *core, bool armed) {
-    const tp_hooks hooks = core->pager.hooks;
-    if (hooks.arm != NULL) hooks.arm(hooks.ctx, armed);
-}
-
 tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error) {
     tp_pager *pager = enter(core);
     const tp_status status = tp_resize_offload(pager, offload, error);
     const bool disarmed = status == TP_OK && !offload && pager->armed;
     if (disarmed) pager->armed = false;
-    leave(pager);
+    leave_arming(core);
     if (disarmed) tell_armed(core, false);
     return status;
 }
@@ -123,26 +150,6 @@ void tp_core_empty_cache(tp_core *core) {
 
 /* ---- blocks ------------------------------------------------------------------------------------ */
 
-/* Held bytes passed the low watermark: from now on the operator hook tells what is touched. What was
- * used before is covered by a marker that the first write-backs wait for. */
-static bool arm(tp_pager *pager) {
-    if (pager->armed || !pager->offload) return false;
-    const size_t held = pager->device_frames.created_bytes + pager->budget.foreign_cap_bytes;
-    const bool always = pager->page_out_before_op;
-    if (!always && held < tp_budget_arm_bytes(&pager->budget) && pager->stats.host.current == 0) {
-        return false;
-    }
-    tp_marker before = {0};
-    if (pager->capture_depth > 0 ||
-        tp_marker_record_context(&pager->markers, &before, NULL) != TP_OK ||
-        tp_marker_stream_wait(&pager->markers, pager->dev->copy_stream[TP_COPY_TO_HOST], before,
-                              NULL) != TP_OK) {
-        return false; /* later, then */
-    }
-    pager->armed = true;
-    return true;
-}
-
 tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags, tp_addr *out,
                    tp_oom *oom, tp_error *error) {
     tp_pager *pager = enter(core);
@@ -150,9 +157,7 @@ tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags
     const tp_status status =
         small ? tp_small_alloc(&core->small, pager, bytes, stream, out, oom, error)
               : tp_block_alloc(pager, bytes, stream, flags, out, oom, error);
-    const bool armed = status == TP_OK && arm(pager);
-    leave(pager);
-    if (armed) tell_armed(core, true);
+    leave_arming(core);
     return status;
 }
 
@@ -355,14 +360,14 @@ void tp_export(tp_core *core, tp_addr addr) {
 tp_status tp_evict(tp_core *core, tp_addr addr, tp_error *error) {
     tp_pager *pager = enter(core);
     const tp_status status = tp_resize_evict(pager, addr, error);
-    leave(pager);
+    leave_arming(core);
     return status;
 }
 
 size_t tp_evict_all(tp_core *core) {
     tp_pager *pager = enter(core);
     const size_t bytes = tp_resize_evict_all(pager);
-    leave(pager);
+    leave_arming(core);
     return bytes;
 }
 

@@ -101,6 +101,7 @@ struct ArgumentUse {
 };
 
 struct OperatorUse {
+    size_t argument_count = 0, return_count = 0;
     bool frame = true;    /* false: it calls others, or makes views; nothing to do */
     bool exports = false; /* its kernels go on after it returned: operands stay where they are */
     std::vector<ArgumentUse> arguments; /* those that can hold tensors */
@@ -170,6 +171,8 @@ OperatorUse describe(const c10::OperatorHandle &op) {
     const char *name = schema.name().c_str();
     const bool aten = starts_with(name, "aten::");
     OperatorUse use;
+    use.argument_count = schema.arguments().size();
+    use.return_count = schema.returns().size();
     if (aten && (only_calls_others(op) || only_makes_views(schema))) {
         use.frame = false;
         return use;
@@ -224,6 +227,7 @@ class Thread;
 struct Frame {
     Frame *outer = nullptr; /* on the stack: the next frame outwards; in the pool: the next one */
     Thread *thread = nullptr;
+    size_t return_count = 0;
     std::atomic<bool> ended{false};
     CoreOp first;
     alignas(8) unsigned char context[64]; /* room for the FrameContext handed to PyTorch */
@@ -502,12 +506,18 @@ void begin_core(Thread *thread, Frame *frame, size_t start) {
     tp_op_begin(head.core, &op->op, thread->accesses.data(), thread->accesses.size(), stream);
 }
 
+/* For a boxed call PyTorch shows the whole stack, of which the operator's own values come last. */
+template <class Values> size_t start_of_own(const Values &values, size_t own_count) {
+    return values.size() > own_count ? values.size() - own_count : 0;
+}
+
 void collect_operands(Thread *thread, const OperatorUse &use,
                       c10::ArrayRef<const c10::IValue> inputs) {
     thread->operands.clear();
+    const size_t start = start_of_own(inputs, use.argument_count);
     for (const ArgumentUse &argument : use.arguments) {
-        if (argument.idx >= inputs.size()) break;
-        Collector(thread->operands, argument.write).value(inputs[argument.idx]);
+        if (start + argument.idx >= inputs.size()) break;
+        Collector(thread->operands, argument.write).value(inputs[start + argument.idx]);
     }
 }
 
@@ -557,6 +567,7 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
                                                     const at::RecordFunction &fn) {
     collect_operands(thread, use, fn.inputs());
     Frame *frame = thread->push();
+    frame->return_count = use.return_count;
     std::unique_ptr<at::ObserverContext> context(new (frame) FrameContext(frame));
     for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
     if (C10_UNLIKELY(use.exports)) {
@@ -595,7 +606,10 @@ void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
     try {
         current->outputs.clear();
         Collector collector(current->outputs, true);
-        for (const c10::IValue &value : fn.outputs()) collector.value(value);
+        const auto &values = fn.outputs();
+        for (size_t i = start_of_own(values, frame->return_count); i < values.size(); i++) {
+            collector.value(values[i]);
+        }
         current->addresses.reserve(current->outputs.size());
         mark_others(frame, current->outputs);
         outputs = &current->outputs;

@@ -147,6 +147,14 @@ static bool lane_reap(tp_markers *markers, uint32_t idx, uint64_t seq) {
     return true;
 }
 
+/* Two looks at the oldest points for each new one keep the ring short without asking much. */
+static void lane_trim(tp_markers *markers, uint32_t idx) {
+    const tp_lane *lane = &markers->lanes[idx];
+    if (lane->count > 0) {
+        (void)lane_reap(markers, idx, lane->done_seq + (lane->count > 1 ? 2 : 1));
+    }
+}
+
 bool tp_marker_done(tp_markers *markers, tp_marker marker) {
     return lane_reap(markers, marker.lane, marker.seq);
 }
@@ -180,10 +188,7 @@ tp_status tp_marker_record(tp_markers *markers, tp_stream stream, tp_marker *out
     uint32_t idx = 0;
     tp_status status = tp_markers_lane(markers, stream, &idx, error);
     if (status != TP_OK) return status;
-    /* One look at the oldest point keeps the ring short without asking much. */
-    if (markers->lanes[idx].count > 0) {
-        (void)lane_reap(markers, idx, markers->lanes[idx].done_seq + 1);
-    }
+    lane_trim(markers, idx);
     status = lane_reserve(&markers->lanes[idx], error);
     if (status != TP_OK) return status;
     tp_event event = NULL;
@@ -217,7 +222,7 @@ static tp_status record_everywhere(tp_markers *markers, tp_marker *out, tp_error
 
 tp_status tp_marker_record_context(tp_markers *markers, tp_marker *out, tp_error *error) {
     tp_lane *lane = &markers->lanes[TP_LANE_CONTEXT];
-    if (lane->count > 0) (void)lane_reap(markers, TP_LANE_CONTEXT, lane->done_seq + 1);
+    lane_trim(markers, TP_LANE_CONTEXT);
     tp_status status = lane_reserve(lane, error);
     if (status != TP_OK) return status;
     if (!markers->dev->caps.context_marker) return record_everywhere(markers, out, error);
@@ -233,13 +238,11 @@ tp_status tp_marker_record_context(tp_markers *markers, tp_marker *out, tp_error
     return TP_OK;
 }
 
-/* The first point at or after `seq`, NULL when all such are complete. */
+/* The point of that seq, which is not complete yet: the seqs of a ring are consecutive. */
 static const tp_point *lane_find(const tp_lane *lane, uint64_t seq) {
-    for (uint32_t i = 0; i < lane->count; i++) {
-        const tp_point *point = &lane->ring[(lane->head + i) & (lane->capacity - 1)];
-        if (point->seq >= seq) return point;
-    }
-    return NULL;
+    TP_ASSERT(seq > lane->done_seq && seq <= lane->recorded_seq);
+    const uint32_t idx = (uint32_t)(seq - lane->done_seq - 1);
+    return &lane->ring[(lane->head + idx) & (lane->capacity - 1)];
 }
 
 tp_status tp_marker_stream_wait(tp_markers *markers, tp_stream stream, tp_marker marker,
@@ -248,7 +251,6 @@ tp_status tp_marker_stream_wait(tp_markers *markers, tp_stream stream, tp_marker
     if (marker.seq <= lane->done_seq) return TP_OK;
     if (marker.lane != TP_LANE_CONTEXT && lane->stream == stream) return TP_OK;
     const tp_point *point = lane_find(lane, marker.seq);
-    if (point == NULL) return TP_OK;
     if (point->event != NULL) {
         return markers->dev->ops->stream_wait(markers->dev, stream, point->event, error);
     }

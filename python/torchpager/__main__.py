@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from torchpager import _compat
+
 _COMMANDS = {
     "run": "run an unmodified program inside a budget",
     "doctor": "say what this machine supports, and what to do about each no",
@@ -23,18 +25,13 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in _COMMANDS:
         print(_usage(), file=sys.stderr)
         return 2
-    try:
-        command = importlib.import_module(f"torchpager.{argv[0]}")
-    except ImportError as error:
-        from torchpager import _compat
-
+    if argv[0] != "doctor":
         try:
             _compat.check()
-        except ImportError as reason:
-            print(f"torchpager: {reason}", file=sys.stderr)
+        except ImportError as error:
+            print(f"torchpager: {error}", file=sys.stderr)
             return 2
-        raise error
-    code: int = command.main(argv[1:])
+    code: int = importlib.import_module(f"torchpager.{argv[0]}").main(argv[1:])
     return code
 
 

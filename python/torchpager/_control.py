@@ -158,11 +158,12 @@ def tensor_address(tensor: torch.Tensor) -> int:
 
 def on_first_paging(slot: int) -> None:
     """Say once that bytes have moved to the host."""
-    where = "the simulated device" if slot == _core.SIM_SLOT else f"cuda:{slot}"
+    if not _core.is_open(slot):  # this comes a little later, on the main thread
+        return
     budget, host = _core.get_budget(slot)
     logger.info(
         "paging has begun on %s: budget %s, host budget %s (torchpager.stats() says more)",
-        where,
+        "the simulated device" if slot == _core.SIM_SLOT else f"cuda:{slot}",
         format_size(budget),
         format_size(host),
     )

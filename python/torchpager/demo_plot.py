@@ -57,6 +57,7 @@ def draw(unlimited: Run, limited: Run, title: str, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     assert limited.budget_bytes is not None
@@ -96,7 +97,7 @@ def draw(unlimited: Run, limited: Run, title: str, path: Path) -> None:
     handles = [
         Patch(color=RESIDENT, label="on the device (resident)"),
         Patch(color=HOST, label="in host memory (HOST)"),
-        pyplot.Line2D([], [], color=LIMIT, linestyle=(0, (5, 3)), label="budget"),
+        Line2D([], [], color=LIMIT, linestyle=(0, (5, 3)), label="budget"),
     ]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9

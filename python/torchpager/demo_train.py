@@ -240,7 +240,7 @@ def digest(tensors: Iterable[torch.Tensor], chunk_bytes: int) -> str:
             piece = raw[start : start + chunk_bytes]
             copy = staging[: piece.numel()]
             copy.copy_(piece)
-            total.update(memoryview(copy.numpy()))
+            total.update(copy.numpy().data)
     return total.hexdigest()
 
 

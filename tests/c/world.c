@@ -110,6 +110,18 @@ static void kernel_launch(world *w, unsigned stream, kernel *k) {
 
 /* ---- life ---- */
 
+/* A device without context-wide markers waits for the streams it has seen: all of them, as PyTorch's
+ * are known. */
+static void announce_streams(world *w) {
+    for (unsigned i = 0; i < WORLD_STREAMS; i++) {
+        tp_addr addr = 0;
+        MUST_OK(tp_alloc(w->core, 1, w->streams[i], 0, &addr, NULL, &test_error));
+        tp_free(w->core, addr);
+    }
+    tp_core_empty_cache(w->core);
+    tp_core_reset_stats(w->core, true, true);
+}
+
 static void open_streams(world *w) {
     for (unsigned i = 0; i < WORLD_STREAMS; i++) {
         MUST_OK(tp_sim_stream_create(w->dev, &w->streams[i], &test_error));
@@ -150,6 +162,7 @@ void world_open(world *w, const world_options *options) {
                               .rules_off = options->rules_off};
     MUST_OK(tp_core_create(&config, w->dev, &w->core, &test_error));
     open_streams(w);
+    announce_streams(w);
 }
 
 void world_join(world *w, const world *host, uint64_t seed) {
@@ -160,6 +173,7 @@ void world_join(world *w, const world *host, uint64_t seed) {
     w->random = seed;
     w->next_value = seed << 8;
     open_streams(w);
+    if (!w->dev->caps.context_marker) announce_streams(w);
 }
 
 void world_leave(world *w) {

@@ -113,6 +113,7 @@ def test_module_with_a_foreign_buffer_moves_the_rest(caplog):
     with torchpager.simulate("64 MiB", granularity="64 KiB"), torchpager.auto_offload():
         assert torchpager.adopt(model) == MIB
         assert "stays native" in caplog.text
+        caplog.clear()
         del model
 
 

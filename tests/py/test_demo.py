@@ -9,7 +9,7 @@ import pytest
 from torchpager import demo
 from torchpager.demo_runs import Run
 
-SMALL = "--device sim --steps 4 --layers 3 --width 128 --batch 2".split()
+SMALL = ["--device", "sim", "--steps", "4", "--layers", "3", "--width", "128", "--batch", "2"]
 
 
 def limited_run(**changes: Any) -> Run:

@@ -146,44 +146,36 @@ def long_functions(root: Path) -> list[str]:
     ]
 
 
-def header_command(path: Path, root: Path) -> list[str]:
-    """Return the command that compiles a header alone, as C or as C++."""
-    text = path.read_text()
-    common = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{root}"]
-    common.append(f"-I{sysconfig.get_paths()['include']}")
-    if not re.search(r"^namespace |#\s*include\s*<(c10|ATen|torch)/", text, flags=re.MULTILINE):
-        return ["gcc", "-std=c11", *common, "-x", "c", "-include", str(path), "/dev/null"]
+def header_failures(root: Path, is_cpp: bool, compiler: list[str]) -> list[str]:
+    """Compile each header of one language alone and return what failed."""
+    cpp = re.compile(r"^namespace |#\s*include\s*<(c10|ATen|torch)/", flags=re.MULTILINE)
+    flags = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{root}"]
+    flags.append(f"-I{sysconfig.get_paths()['include']}")
+    failed = []
+    for path in sources(root):
+        if path.suffix != ".h" or bool(cpp.search(path.read_text())) != is_cpp:
+            continue
+        command = [*compiler, *flags, "-include", str(path), "/dev/null"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        if ran.returncode != 0:
+            failed.append(f"{path.relative_to(root)}: {ran.stderr[:400]}")
+    return failed
+
+
+def headers_that_need_others(root: Path) -> list[str]:
+    """Each C header compiles alone."""
+    return header_failures(root, False, ["gcc", "-std=c11", "-x", "c"])
+
+
+def glue_headers_that_need_others(root: Path) -> list[str]:
+    """Each C++ header compiles alone."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
     torch = Path(spec.origin).parent / "include"
-    common += ["-isystem", str(torch), "-isystem", str(torch / "torch/csrc/api/include")]
+    includes = ["-isystem", str(torch), "-isystem", str(torch / "torch/csrc/api/include")]
     defines = ["-DNDEBUG", '-DTP_TORCH_VERSION="0"']
-    return [
-        "g++",
-        "-std=c++20",
-        *defines,
-        *common,
-        "-x",
-        "c++",
-        "-include",
-        str(path),
-        "/dev/null",
-    ]
-
-
-def headers_that_need_others(root: Path) -> list[str]:
-    """Each header compiles alone."""
-    failed = []
-    for path in sources(root):
-        if path.suffix != ".h":
-            continue
-        ran = subprocess.run(
-            header_command(path, root), capture_output=True, text=True, check=False, timeout=120
-        )
-        if ran.returncode != 0:
-            failed.append(f"{path.relative_to(root)}: {ran.stderr[:400]}")
-    return failed
+    return header_failures(root, True, ["g++", "-std=c++20", *defines, *includes, "-x", "c++"])
 
 
 RULES: list[Rule] = [
@@ -194,6 +186,7 @@ RULES: list[Rule] = [
     frameworks_out_of_place,
     long_functions,
     headers_that_need_others,
+    glue_headers_that_need_others,
 ]
 LONG = "\nint f(int x) {\n" + "    x += 1;\n" * FUNCTION_LINES + "    return x;\n}\n"
 # What is appended to which file of a copy, and the rule that must object.

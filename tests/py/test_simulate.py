@@ -75,9 +75,11 @@ def assert_same_bits(plain, paged):
     assert paged[0] == plain[0]
     assert len(paged[1]) == len(plain[1])
     for expected, got in zip(plain[1], paged[1], strict=True):
-        assert torch.equal(
-            expected.view(torch.uint8).flatten(), got.view(torch.uint8).flatten()
-        )
+        assert torch.equal(bits(expected), bits(got))
+
+
+def bits(tensor):
+    return tensor.flatten().view(torch.uint8)
 
 
 @pytest.fixture(autouse=True)
