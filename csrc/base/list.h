@@ -26,6 +26,10 @@ static inline void tp_list_push_back(tp_link *head, tp_link *link) {
     head->prev = link;
 }
 
+static inline void tp_list_push_front(tp_link *head, tp_link *link) {
+    tp_list_push_back(head->next, link);
+}
+
 static inline void tp_list_remove(tp_link *link) {
     link->prev->next = link->next;
     link->next->prev = link->prev;

@@ -20,7 +20,7 @@ static _Atomic(void (*)(int)) first_paging_part;
 /* Serialises opening, closing and the composition of hooks; never held across a wait. */
 static pthread_mutex_t cores_mutex = PTHREAD_MUTEX_INITIALIZER;
 
-/* ---- the GIL --------------------------------------------------------------------------------- */
+/* ---- the GIL ----------------------------------------------------------------------------- */
 
 static PyThreadState *current_thread_state(void) {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -54,7 +54,7 @@ static bool hook_collect(void *ctx) {
     return true;
 }
 
-/* ---- hooks made of parts --------------------------------------------------------------------- */
+/* ---- hooks made of parts ----------------------------------------------------------------- */
 
 static void hook_arm(void *ctx, bool armed) {
     const tp_bind_operators *operators = atomic_load(&operators_part);
@@ -137,7 +137,7 @@ void tp_bind_set_first_paging(void (*callback)(int slot)) {
     atomic_store(&first_paging_part, callback);
 }
 
-/* ---- opening and closing --------------------------------------------------------------------- */
+/* ---- opening and closing ----------------------------------------------------------------- */
 
 /* Takes ownership of `dev`. Needs cores_mutex. */
 static tp_status open_on(int slot, tp_device *dev, const tp_config *wanted, tp_error *error) {
@@ -161,7 +161,8 @@ tp_status tp_bind_open_cuda(int slot, const tp_config *config, tp_error *error) 
     tp_status status;
     tp_device *dev = NULL;
     if (tp_core_at(slot) != NULL) {
-        status = tp_error_set(error, TP_BUSY, "the core of CUDA device %d is open already", slot);
+        status =
+            tp_error_set(error, TP_BUSY, "the core of CUDA device %d is open already", slot);
     } else {
         status = tp_cuda_device_create(slot, &dev, error);
         if (status == TP_OK) status = open_on(slot, dev, config, error);
@@ -209,10 +210,10 @@ bool tp_bind_close_sim(void) {
     return true;
 }
 
-/* ---- allocating ------------------------------------------------------------------------------ */
+/* ---- allocating -------------------------------------------------------------------------- */
 
-tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream, tp_addr *out, tp_oom *oom,
-                        tp_error *error) {
+tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream, tp_addr *out,
+                        tp_oom *oom, tp_error *error) {
     const tp_bind_operators *operators = atomic_load(&operators_part);
     const bool pinned = operators != NULL && operators->in_operator();
     tp_addr addr = 0;

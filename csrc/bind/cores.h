@@ -1,11 +1,13 @@
 /* cores: opens the cores of this process and joins them to the outside world.
  *
- * A core's tp_hooks come from several extension modules: the GIL and garbage collection from the
- * core library itself, the operator hook and the native allocator from the torch glue. Each module
- * hands in its part here, at any time and in any order; this file composes them, slot by slot, and
- * gives them to the cores that are open. It is also the one way in which every door allocates.
+ * A core's tp_hooks come from several extension modules: the GIL and garbage collection from
+ * the core library itself, the operator hook and the native allocator from the torch glue.
+ * Each module hands in its part here, at any time and in any order; this file composes them,
+ * slot by slot, and gives them to the cores that are open. It is also the one way in which
+ * every door allocates.
  *
- * No lock is expected. Parts are process-wide, of static lifetime, and called with no lock held. */
+ * No lock is expected. Parts are process-wide, of static lifetime, and called with no lock
+ * held. */
 #ifndef TP_BIND_CORES_H
 #define TP_BIND_CORES_H
 
@@ -41,16 +43,18 @@ TP_API tp_stream tp_bind_current_stream(int slot);
 /* `callback` must not wait for the GIL: it is called on a pager's thread. */
 void tp_bind_set_first_paging(void (*callback)(int slot));
 
-/* Creates the core of CUDA device `slot` and registers it. TP_BUSY if there is one. Config: only
- * large_min_bytes, extent_max_bytes and serve_small are read. */
+/* Creates the core of CUDA device `slot` and registers it. TP_BUSY if there is one. Config:
+ * only large_min_bytes, extent_max_bytes and serve_small are read. */
 TP_MUST_USE tp_status tp_bind_open_cuda(int slot, const tp_config *config, tp_error *error);
-/* The same for the simulated device, at TP_SLOT_SIM; strict and page_out_before_op are read too. */
+/* The same for the simulated device, at TP_SLOT_SIM; strict and page_out_before_op are read
+ * too. */
 TP_MUST_USE tp_status tp_bind_open_sim(const tp_sim_options *options, const tp_config *config,
                                        tp_error *error);
 /* Destroys the simulated core. False, and nothing done: blocks of it are alive. May wait. */
 bool tp_bind_close_sim(void);
 
-/* tp_alloc for a door: inside an operator the block is born pinned and belongs to the operator. */
+/* tp_alloc for a door: inside an operator the block is born pinned and belongs to the
+ * operator. */
 TP_API TP_MUST_USE tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream,
                                            tp_addr *out, tp_oom *oom, tp_error *error);
 

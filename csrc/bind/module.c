@@ -1,7 +1,9 @@
-/* torchpager._core: the façade as Python sees it (python/torchpager/_core.pyi is its reference).
+/* torchpager._core: the façade as Python sees it (python/torchpager/_core.pyi is its
+ * reference).
  *
- * Functions that may wait release the GIL here, except those that may have to collect garbage
- * (set_budget, pin): they keep it, and the hooks in cores.c release it around each wait. */
+ * Functions that may wait release the GIL here, except those that may have to collect
+ * garbage (set_budget, pin): they keep it, and the hooks in cores.c release it around each
+ * wait. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -20,7 +22,7 @@ static module_state *state_of(PyObject *module) {
     return (module_state *)PyModule_GetState(module);
 }
 
-/* ---- values ---------------------------------------------------------------------------------- */
+/* ---- values ------------------------------------------------------------------------------ */
 
 /* Steals `value`; -1 also when it is NULL. */
 static int put(PyObject *dict, const char *key, PyObject *value) {
@@ -107,7 +109,7 @@ static PyObject *block_to_py(const tp_block_info *info) {
     return finish_dict(dict, bad);
 }
 
-/* ---- errors ---------------------------------------------------------------------------------- */
+/* ---- errors ------------------------------------------------------------------------------ */
 
 /* Raises CoreError for `status`. Always NULL. */
 static PyObject *raise_core_error(PyObject *module, tp_status status, const tp_error *error,
@@ -179,12 +181,12 @@ static int slot_of(const tp_core *core) {
     return -1;
 }
 
-/* ---- life ------------------------------------------------------------------------------------ */
+/* ---- life -------------------------------------------------------------------------------- */
 
 static PyObject *core_sim_open(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device_bytes", "granularity",        "large_min", "extent_max",
-                            "strict",       "page_out_before_op", "seed",      "poison",
-                            NULL};
+    static char *names[] = {"device_bytes", "granularity", "large_min",
+                            "extent_max",   "strict",      "page_out_before_op",
+                            "seed",         "poison",      NULL};
     Py_ssize_t device_bytes = 0, granularity = 0, large_min = 0, extent_max = 0;
     unsigned long long seed = 0;
     int strict = 0, page_out = 0, poison = 1;
@@ -302,7 +304,8 @@ static PyObject *core_memory_info(PyObject *module, PyObject *args) {
     if (status == TP_OK) status = dev->ops->memory_info(dev, &free_bytes, &total_bytes, &error);
     Py_END_ALLOW_THREADS;
     if (status != TP_OK) return raise_core_error(module, status, &error, NULL);
-    return Py_BuildValue("(KK)", (unsigned long long)free_bytes, (unsigned long long)total_bytes);
+    return Py_BuildValue("(KK)", (unsigned long long)free_bytes,
+                         (unsigned long long)total_bytes);
 }
 
 static PyObject *core_cuda_probe(PyObject *module, PyObject *args, PyObject *kwargs) {
@@ -330,14 +333,15 @@ static PyObject *core_cuda_probe(PyObject *module, PyObject *args, PyObject *kwa
     return finish_dict(dict, bad);
 }
 
-/* ---- budgets --------------------------------------------------------------------------------- */
+/* ---- budgets ----------------------------------------------------------------------------- */
 
 static PyObject *core_set_budget(PyObject *module, PyObject *args) {
     int slot;
     PyObject *device_limit, *host_limit;
     if (!PyArg_ParseTuple(args, "iOO", &slot, &device_limit, &host_limit)) return NULL;
     size_t device_bytes, host_bytes;
-    if (!limit_from_py(device_limit, &device_bytes) || !limit_from_py(host_limit, &host_bytes)) {
+    if (!limit_from_py(device_limit, &device_bytes) ||
+        !limit_from_py(host_limit, &host_bytes)) {
         return NULL;
     }
     tp_core *core = core_at(module, slot);
@@ -384,7 +388,7 @@ static PyObject *core_empty_cache(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* ---- blocks ---------------------------------------------------------------------------------- */
+/* ---- blocks ------------------------------------------------------------------------------ */
 
 static PyObject *core_owns(PyObject *module, PyObject *arg) {
     (void)module;
@@ -533,7 +537,7 @@ static PyObject *core_check(PyObject *module, PyObject *args) {
     return none_or_error(module, status, &error);
 }
 
-/* ---- figures --------------------------------------------------------------------------------- */
+/* ---- figures ----------------------------------------------------------------------------- */
 
 static int put_gauge(PyObject *dict, const char *key, const tp_gauge *gauge) {
     return put(dict, key,
@@ -598,7 +602,8 @@ static PyObject *core_stats(PyObject *module, PyObject *args) {
     tp_core_stats(core, &stats);
     PyObject *dict = PyDict_New();
     if (dict == NULL) return NULL;
-    const int bad = put_gauges(dict, &stats) | put_tallies(dict, &stats) | put_counts(dict, &stats);
+    const int bad =
+        put_gauges(dict, &stats) | put_tallies(dict, &stats) | put_counts(dict, &stats);
     return finish_dict(dict, bad);
 }
 
@@ -638,7 +643,7 @@ static PyObject *core_sim_fd(PyObject *module, PyObject *args) {
     return PyLong_FromLong(tp_sim_fd(tp_core_device(core), frame_kind));
 }
 
-/* ---- the first-paging callback --------------------------------------------------------------- */
+/* ---- the first-paging callback ----------------------------------------------------------- */
 
 /* On the main thread, with the GIL. The module is looked up again: no reference to it is held
  * outside the interpreter. */
@@ -677,7 +682,7 @@ static PyObject *core_on_first_paging(PyObject *module, PyObject *callback) {
     Py_RETURN_NONE;
 }
 
-/* ---- the module ------------------------------------------------------------------------------ */
+/* ---- the module -------------------------------------------------------------------------- */
 
 #define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
@@ -715,8 +720,8 @@ static PyMethodDef methods[] = {
 
 static int module_exec(PyObject *module) {
     module_state *state = state_of(module);
-    PyObject *defaults = Py_BuildValue("{s:s,s:i,s:O}", "status", "OK", "driver_code", 0, "oom",
-                                       Py_None);
+    PyObject *defaults =
+        Py_BuildValue("{s:s,s:i,s:O}", "status", "OK", "driver_code", 0, "oom", Py_None);
     if (defaults == NULL) return -1;
     state->core_error = PyErr_NewExceptionWithDoc(
         "torchpager._core.CoreError", "A call of the core failed and changed nothing.", NULL,

@@ -1,7 +1,8 @@
 /* The CPU door: an allocator that takes large CPU storages from the simulated device's core.
  *
- * Everything it hands out carries one deleter, which finds the owner of the pointer by its address;
- * so storages of either side may outlive the door, and raw_allocate's contract holds. */
+ * Everything it hands out carries one deleter, which finds the owner of the pointer by its
+ * address; so storages of either side may outlive the door, and raw_allocate's contract
+ * holds. */
 #include "bind/torch_glue.h"
 
 #include <c10/core/CPUAllocator.h>
@@ -29,7 +30,7 @@ void door_delete(void *ptr) {
 }
 
 class CpuDoor final : public c10::Allocator {
-public:
+  public:
     c10::DataPtr allocate(size_t n) override {
         if (n >= large_min.load(std::memory_order_relaxed)) {
             tp_core *core = tp_core_at(TP_SLOT_SIM);
@@ -70,7 +71,8 @@ bool registry_set(c10::Allocator *allocator) {
         [] { return c10::GetCPUAllocator(); }, allocator);
 }
 
-/* A child process has no pager thread: it gives PyTorch's allocator back and forgets the hook. */
+/* A child process has no pager thread: it gives PyTorch's allocator back and forgets the
+ * hook. */
 void after_fork_in_child() {
     forked.store(true);
     hook_disable_after_fork();
@@ -112,7 +114,7 @@ const char *uninstall_locked() {
     return nullptr;
 }
 
-/* ---- adopting ---------------------------------------------------------------------------------- */
+/* ---- adopting ---------------------------------------------------------------------------- */
 
 /* Null, or why the storage cannot be moved. */
 const char *refuses(const c10::StorageImpl *storage, const c10::DataPtr &data) {
@@ -121,8 +123,9 @@ const char *refuses(const c10::StorageImpl *storage, const c10::DataPtr &data) {
     if (native == nullptr) return "the CPU door has never been installed";
     if (data.get() != data.get_context() ||
         (data.get_deleter() != native && data.get_deleter() != &door_delete)) {
-        return "its memory does not belong to PyTorch (made from NumPy or a foreign buffer, shared "
-               "with another process, mapped from a file, or a lazy copy): clone() it first";
+        return "its memory does not belong to PyTorch (made from NumPy or a foreign buffer, "
+               "shared with another process, mapped from a file, or a lazy copy): clone() it "
+               "first";
     }
     if (!storage->resizable()) return "its storage has a fixed address";
     return nullptr;
@@ -145,7 +148,7 @@ void move_storage(c10::StorageImpl *storage, tp_core *core) {
     tp_mark_seen(core, addr_of(ptr));
 }
 
-/* ---- the module -------------------------------------------------------------------------------- */
+/* ---- the module -------------------------------------------------------------------------- */
 
 PyObject *raise_runtime(const char *text) {
     PyErr_SetString(PyExc_RuntimeError, text);
@@ -242,8 +245,15 @@ PyModuleDef_Slot module_slots[] = {
 };
 
 PyModuleDef module_def = {
-    PyModuleDef_HEAD_INIT, "torchpager._torch_cpu", "The CPU door and the operator hook.", 0, methods,
-    module_slots,          nullptr,                 nullptr,                               nullptr,
+    PyModuleDef_HEAD_INIT,
+    "torchpager._torch_cpu",
+    "The CPU door and the operator hook.",
+    0,
+    methods,
+    module_slots,
+    nullptr,
+    nullptr,
+    nullptr,
 };
 
 } // namespace

@@ -1,9 +1,10 @@
 /* The wrapper door: an allocator around PyTorch's native CUDA allocator.
  *
- * Large blocks of devices that are enabled come from the device's core; everything else, and every
- * question that we have no own answer to, goes to the native allocator. setup.py reads the headers
- * that are built against and defines TP_TORCH_HAS_<NAME> for the virtual functions that not every
- * supported torch has; it refuses headers with a virtual function that is unknown here.
+ * Large blocks of devices that are enabled come from the device's core; everything else, and
+ * every question that we have no own answer to, goes to the native allocator. setup.py reads
+ * the headers that are built against and defines TP_TORCH_HAS_<NAME> for the virtual
+ * functions that not every supported torch has; it refuses headers with a virtual function
+ * that is unknown here.
  *
  * All pointers handed out carry one deleter, which finds the owner by address. */
 #include "bind/torch_glue.h"
@@ -52,19 +53,21 @@ void door_delete(void *ptr) {
 }
 
 void own_deleter(c10::DataPtr &data) {
-    (void)data.compare_exchange_deleter(native_deleter.load(std::memory_order_relaxed), &door_delete);
+    (void)data.compare_exchange_deleter(native_deleter.load(std::memory_order_relaxed),
+                                        &door_delete);
 }
 
-/* ---- what is known of a device ------------------------------------------------------------------ */
+/* ---- what is known of a device ----------------------------------------------------------- */
 
 struct DeviceState {
     std::atomic<bool> enabled{false};
     std::atomic<size_t> large_min{2 * TP_MIB};
     std::atomic<uint64_t> bytes_ever{0}; /* requested from our side since the process began */
 
-    std::mutex mutex; /* protects what follows; no other lock is taken under it but native ones */
+    std::mutex
+        mutex; /* protects what follows; no other lock is taken under it but native ones */
     bool shared = false;
-    size_t total_bytes = 0;    /* as the native allocator reads it; 0: not asked yet */
+    size_t total_bytes = 0;     /* as the native allocator reads it; 0: not asked yet */
     double user_fraction = 1.0; /* what the user set, apart from our cap */
     size_t cap_bytes = TP_NO_LIMIT;
     uint64_t base_allocs = 0, base_frees = 0, base_bytes_in = 0, base_bytes_out = 0;
@@ -79,7 +82,7 @@ bool known_device(int device) { return device >= 0 && device < kDevices; }
 
 tp_core *core_of(int device) { return known_device(device) ? tp_core_at(device) : nullptr; }
 
-/* ---- the native allocator's share of the budget ------------------------------------------------- */
+/* ---- the native allocator's share of the budget ------------------------------------------ */
 
 size_t native_reserved_bytes(int device) {
     const auto stats = native()->getDeviceStats(static_cast<c10::DeviceIndex>(device));
@@ -87,7 +90,8 @@ size_t native_reserved_bytes(int device) {
     return static_cast<size_t>(total.current);
 }
 
-/* The largest fraction that allows no more than `bytes`, as the native allocator multiplies it. */
+/* The largest fraction that allows no more than `bytes`, as the native allocator multiplies
+ * it. */
 double fraction_for(size_t bytes, size_t total) {
     if (bytes >= total) return 1.0;
     double fraction = static_cast<double>(bytes) / static_cast<double>(total);
@@ -170,7 +174,8 @@ bool make_room(tp_core *core, int device, size_t bytes, tp_error *error) {
     return true;
 }
 
-[[noreturn]] void throw_native_oom(tp_core *core, int device, size_t bytes, const tp_error &error) {
+[[noreturn]] void throw_native_oom(tp_core *core, int device, size_t bytes,
+                                   const tp_error &error) {
     tp_stats stats;
     tp_core_stats(core, &stats);
     tp_oom oom{};
@@ -209,7 +214,7 @@ template <class Call> auto native_with_room(int device, size_t bytes, Call call)
     throw_native_oom(core, device, bytes, error);
 }
 
-/* ---- captures and private pools ------------------------------------------------------------------ */
+/* ---- captures and private pools ---------------------------------------------------------- */
 
 struct PoolUse {
     int device;
@@ -270,7 +275,7 @@ void capture_end() {
     for (tp_core *core : told) tp_capture_end(core);
 }
 
-/* ---- the allocator -------------------------------------------------------------------------------- */
+/* ---- the allocator ----------------------------------------------------------------------- */
 
 void *our_alloc(tp_core *core, int device, size_t bytes, cudaStream_t stream) {
     void *ptr = alloc_or_throw(core, device, bytes, static_cast<tp_stream>(stream));
@@ -327,7 +332,8 @@ void add_our_stats(int device, c10::CachingDeviceAllocator::DeviceStats &out) {
     totals.bytes_in = tp_sub_floor(totals.bytes_in, state.base_bytes_in);
     totals.bytes_out = tp_sub_floor(totals.bytes_out, state.base_bytes_out);
     for (StatArray *counts : {&out.allocation, &out.active}) {
-        add_stat(*counts, stats.block_count, stats.live_peak_count, totals.allocs, totals.frees);
+        add_stat(*counts, stats.block_count, stats.live_peak_count, totals.allocs,
+                 totals.frees);
     }
     for (StatArray *sizes : {&out.allocated_bytes, &out.requested_bytes}) {
         add_stat(*sizes, stats.allocated.current, stats.allocated.peak, totals.bytes_in,
@@ -372,7 +378,7 @@ void append_our_segments(std::vector<cca::SegmentInfo> &segments) {
 }
 
 class CudaDoor final : public cca::CUDAAllocator {
-public:
+  public:
     using Device = c10::DeviceIndex;
     using Pool = c10::MempoolId_t;
     using cca::CUDAAllocator::recordStream;
@@ -477,7 +483,9 @@ public:
     }
     void enable(bool value) override { native()->enable(value); }
     bool isEnabled() const override { return native()->isEnabled(); }
-    void cacheInfo(Device device, size_t *largest) override { native()->cacheInfo(device, largest); }
+    void cacheInfo(Device device, size_t *largest) override {
+        native()->cacheInfo(device, largest);
+    }
     void *getBaseAllocation(void *ptr, size_t *size) override {
         tp_core *core = tp_core_owning(addr_of(ptr));
         tp_block_info info;
@@ -490,7 +498,8 @@ public:
     void recordStream(const c10::DataPtr &data, c10::cuda::CUDAStream stream) override {
         tp_core *core = tp_core_owning(addr_of(data.get()));
         if (core != nullptr) {
-            tp_record_stream(core, addr_of(data.get()), static_cast<tp_stream>(stream.stream()));
+            tp_record_stream(core, addr_of(data.get()),
+                             static_cast<tp_stream>(stream.stream()));
             return;
         }
         record_native(data, stream);
@@ -545,10 +554,11 @@ public:
     }
     cca::ShareableHandle shareIpcHandle(void *ptr) override {
         if (tp_core_owning(addr_of(ptr)) != nullptr) {
-            throw c10::Error({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                             "this tensor's memory belongs to torchpager, which cannot share it with "
-                             "another process yet: allocate it outside torchpager's contexts, or "
-                             "clone() it there");
+            throw c10::Error(
+                {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                "this tensor's memory belongs to torchpager, which cannot share it with "
+                "another process yet: allocate it outside torchpager's contexts, or "
+                "clone() it there");
         }
         return native()->shareIpcHandle(ptr);
     }
@@ -565,12 +575,16 @@ public:
     void recordHistory(bool enabled, cca::CreateContextFn recorder, size_t max_entries,
                        cca::RecordContext when, bool clear_history,
                        const std::vector<std::string> &skip_actions) override {
-        native()->recordHistory(enabled, recorder, max_entries, when, clear_history, skip_actions);
+        native()->recordHistory(enabled, recorder, max_entries, when, clear_history,
+                                skip_actions);
     }
-    void recordAnnotation(const std::vector<std::pair<std::string, std::string>> &data) override {
+    void
+    recordAnnotation(const std::vector<std::pair<std::string, std::string>> &data) override {
         native()->recordAnnotation(data);
     }
-    void pushCompileContext(std::string &context) override { native()->pushCompileContext(context); }
+    void pushCompileContext(std::string &context) override {
+        native()->pushCompileContext(context);
+    }
     void popCompileContext() override { native()->popCompileContext(); }
 #ifdef TP_TORCH_HAS_supportsUserMetadata
     bool supportsUserMetadata() override { return native()->supportsUserMetadata(); }
@@ -598,21 +612,22 @@ public:
     void enablePeerAccess(Device device, Device device_to_access) override {
         native()->enablePeerAccess(device, device_to_access);
     }
-    cudaError_t memcpyAsync(void *dst, int dst_device, const void *src, int src_device, size_t count,
-                            cudaStream_t stream, bool p2p_enabled) override {
-        const bool ours = tp_core_owning(addr_of(dst)) != nullptr ||
-                          tp_core_owning(addr_of(src)) != nullptr;
+    cudaError_t memcpyAsync(void *dst, int dst_device, const void *src, int src_device,
+                            size_t count, cudaStream_t stream, bool p2p_enabled) override {
+        const bool ours =
+            tp_core_owning(addr_of(dst)) != nullptr || tp_core_owning(addr_of(src)) != nullptr;
         if (ours && dst_device != src_device) {
             /* Our mappings are visible to their own device only. */
             return cudaMemcpyPeerAsync(dst, dst_device, src, src_device, count, stream);
         }
-        return native()->memcpyAsync(dst, dst_device, src, src_device, count, stream, p2p_enabled);
+        return native()->memcpyAsync(dst, dst_device, src, src_device, count, stream,
+                                     p2p_enabled);
     }
     std::shared_ptr<cca::AllocatorState> getCheckpointState(Device device, Pool id) override {
         return native()->getCheckpointState(device, id);
     }
-    cca::CheckpointDelta setCheckpointPoolState(Device device,
-                                                std::shared_ptr<cca::AllocatorState> pps) override {
+    cca::CheckpointDelta
+    setCheckpointPoolState(Device device, std::shared_ptr<cca::AllocatorState> pps) override {
         cca::CheckpointDelta delta = native()->setCheckpointPoolState(device, std::move(pps));
         for (c10::DataPtr &data : delta.dataptrs_allocd) own_deleter(data);
         return delta;
@@ -627,8 +642,9 @@ public:
     /* What callers compare with: to PyTorch's code this is the native allocator. */
     std::string name() override { return native()->name(); }
 
-private:
-    template <class Call> void *raw_on(Device device, size_t bytes, cudaStream_t stream, Call call) {
+  private:
+    template <class Call>
+    void *raw_on(Device device, size_t bytes, cudaStream_t stream, Call call) {
         if (tp_core *core = serving_core(device, bytes, stream)) {
             return our_alloc(core, device, bytes, stream);
         }
@@ -653,7 +669,7 @@ CudaDoor &door() {
     return *instance;
 }
 
-/* ---- installing ----------------------------------------------------------------------------------- */
+/* ---- installing -------------------------------------------------------------------------- */
 
 std::mutex install_mutex; /* never held while Python runs */
 bool is_installed = false;
@@ -673,7 +689,8 @@ std::string install_door() {
     cca::CUDAAllocator *found = cca::allocator.load();
     const std::string name = found->name();
     if (found == &door() || name != "native") {
-        return "torchpager wraps PyTorch's native CUDA allocator, but the allocator in place is \"" +
+        return "torchpager wraps PyTorch's native CUDA allocator, but the allocator in place "
+               "is \"" +
                name + "\"";
     }
     const c10::DeleterFnPtr known = native_deleter.load();
@@ -700,7 +717,7 @@ std::string uninstall_door() {
     return "";
 }
 
-/* ---- adopting -------------------------------------------------------------------------------------- */
+/* ---- adopting ---------------------------------------------------------------------------- */
 
 const char *refuses(c10::StorageImpl *storage, const c10::DataPtr &data) {
     const c10::DeleterFnPtr known = native_deleter.load();
@@ -709,8 +726,8 @@ const char *refuses(c10::StorageImpl *storage, const c10::DataPtr &data) {
     if (storage->received_cuda()) return "its memory belongs to another process";
     if (data.get() != data.get_context() ||
         (data.get_deleter() != known && data.get_deleter() != &door_delete)) {
-        return "its memory does not belong to PyTorch's allocator (DLPack, a foreign buffer or a lazy "
-               "copy): clone() it first";
+        return "its memory does not belong to PyTorch's allocator (DLPack, a foreign buffer or "
+               "a lazy copy): clone() it first";
     }
     if (!storage->resizable()) return "its storage has a fixed address";
     return nullptr;
@@ -729,14 +746,15 @@ void move_storage(c10::StorageImpl *storage, tp_core *core) {
         throw_alloc_error(device, tp_oom{}, error);
     }
     c10::cuda::device_synchronize(); /* writers on any stream */
-    C10_CUDA_CHECK(native()->memcpyAsync(ptr, device, data.get(), device, bytes, stream.stream(), true));
+    C10_CUDA_CHECK(
+        native()->memcpyAsync(ptr, device, data.get(), device, bytes, stream.stream(), true));
     stream.synchronize();
     storage->set_data_ptr_noswap(std::move(moved));
     storage->set_allocator(&door());
     tp_mark_seen(core, addr_of(ptr));
 }
 
-/* ---- the module ------------------------------------------------------------------------------------ */
+/* ---- the module -------------------------------------------------------------------------- */
 
 PyObject *raise_runtime(const char *text) {
     PyErr_SetString(PyExc_RuntimeError, text);
@@ -822,12 +840,15 @@ PyObject *cuda_adopt(PyObject *, PyObject *object) {
     END_HANDLE_TH_ERRORS
 }
 
-PyObject *native_bytes(PyObject *args, StatArray c10::CachingDeviceAllocator::DeviceStats::*member) {
+PyObject *native_bytes(PyObject *args,
+                       StatArray c10::CachingDeviceAllocator::DeviceStats::*member) {
     HANDLE_TH_ERRORS
     int device = 0;
     if (!device_from(args, "i", &device, nullptr)) return nullptr;
-    const auto stats = native_or_current()->getDeviceStats(static_cast<c10::DeviceIndex>(device));
-    return PyLong_FromLongLong((stats.*member)[static_cast<size_t>(StatType::AGGREGATE)].current);
+    const auto stats =
+        native_or_current()->getDeviceStats(static_cast<c10::DeviceIndex>(device));
+    return PyLong_FromLongLong(
+        (stats.*member)[static_cast<size_t>(StatType::AGGREGATE)].current);
     END_HANDLE_TH_ERRORS
 }
 
@@ -871,7 +892,8 @@ void set_shared(int device, bool on) {
     const std::lock_guard<std::mutex> guard(state.mutex);
     if (state.shared == on) return;
     if (on) {
-        state.user_fraction = native()->getMemoryFraction(static_cast<c10::DeviceIndex>(device));
+        state.user_fraction =
+            native()->getMemoryFraction(static_cast<c10::DeviceIndex>(device));
         state.cap_bytes = TP_NO_LIMIT;
     }
     state.shared = on;
@@ -883,7 +905,8 @@ PyObject *cuda_share_budget(PyObject *, PyObject *args) {
     int device = 0, on = 0;
     if (!device_from(args, "ip", &device, &on)) return nullptr;
     if (native() == nullptr) return raise_runtime("the CUDA door has never been installed");
-    /* The core must not call a hook that is being switched off, nor be without one that is on. */
+    /* The core must not call a hook that is being switched off, nor be without one that is
+     * on. */
     if (on == 0) tp_bind_set_foreign(device, nullptr);
     set_shared(device, on != 0);
     if (on != 0) tp_bind_set_foreign(device, &foreign_part);
@@ -933,7 +956,8 @@ tp_stream current_stream(int slot) {
 
 int module_exec(PyObject *module) {
     if (!check_torch_version("torchpager._torch_cuda")) return -1;
-    PyObject *hook = PyImport_ImportModule("torchpager._torch_cpu"); /* brings the operator hook */
+    PyObject *hook =
+        PyImport_ImportModule("torchpager._torch_cpu"); /* brings the operator hook */
     if (hook == nullptr) return -1;
     Py_DECREF(hook);
     tp_bind_set_current_stream(current_stream);
@@ -949,8 +973,15 @@ PyModuleDef_Slot module_slots[] = {
 };
 
 PyModuleDef module_def = {
-    PyModuleDef_HEAD_INIT, "torchpager._torch_cuda", "The wrapper door.", 0, methods,
-    module_slots,          nullptr,                  nullptr,             nullptr,
+    PyModuleDef_HEAD_INIT,
+    "torchpager._torch_cuda",
+    "The wrapper door.",
+    0,
+    methods,
+    module_slots,
+    nullptr,
+    nullptr,
+    nullptr,
 };
 
 } // namespace

@@ -1,5 +1,5 @@
-/* torch_glue: what the two glue modules share: error raising, storages, the version check. C++ only,
- * header only: each module is one small shared object. */
+/* torch_glue: what the two glue modules share: error raising, storages, the version check.
+ * C++ only, header only: each module is one small shared object. */
 #ifndef TP_BIND_TORCH_GLUE_H
 #define TP_BIND_TORCH_GLUE_H
 
@@ -45,7 +45,8 @@ inline void *alloc_or_throw(tp_core *core, int slot, size_t bytes, tp_stream str
 
 inline tp_addr addr_of(const void *ptr) { return reinterpret_cast<tp_addr>(ptr); }
 
-/* The storage of a Python tensor with memory of its own; null with an exception set if it has none. */
+/* The storage of a Python tensor with memory of its own; null with an exception set if it
+ * has none. */
 inline c10::StorageImpl *storage_of(PyObject *object) {
     if (!THPVariable_Check(object)) {
         PyErr_SetString(PyExc_TypeError, "a torch.Tensor was expected");
@@ -54,9 +55,10 @@ inline c10::StorageImpl *storage_of(PyObject *object) {
     const at::Tensor &tensor = THPVariable_Unpack(object);
     const c10::Storage &storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
     if (!storage) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "this tensor has no storage of its own (sparse, nested or wrapped): adopt the "
-                        "tensors it is made of");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "this tensor has no storage of its own (sparse, nested or wrapped): adopt the "
+            "tensors it is made of");
         return nullptr;
     }
     return storage.unsafeGetStorageImpl();
@@ -79,18 +81,19 @@ inline bool check_torch_version(const char *module_name) {
     const char *found = PyUnicode_AsUTF8(version);
     const bool same = found != nullptr && minor_of(found) == minor_of(TP_TORCH_VERSION);
     if (found != nullptr && !same) {
-        PyErr_Format(PyExc_ImportError,
-                     "%s was built against torch %s, but torch %s is installed: reinstall torchpager "
-                     "with this torch (pip install --no-build-isolation --force-reinstall --no-deps "
-                     "torchpager)",
-                     module_name, TP_TORCH_VERSION, found);
+        PyErr_Format(
+            PyExc_ImportError,
+            "%s was built against torch %s, but torch %s is installed: reinstall torchpager "
+            "with this torch (pip install --no-build-isolation --force-reinstall --no-deps "
+            "torchpager)",
+            module_name, TP_TORCH_VERSION, found);
     }
     Py_DECREF(version);
     return same;
 }
 
-/* Installs `allocator` for a device type without changing anything else: the smallest priority that
- * the registry accepts is the one it holds. True if the registry took it. */
+/* Installs `allocator` for a device type without changing anything else: the smallest
+ * priority that the registry accepts is the one it holds. True if the registry took it. */
 template <class Set, class Get>
 bool registry_swap(Set set, Get get, c10::Allocator *allocator) {
     for (int priority = 0; priority <= 255; priority++) {

@@ -1,25 +1,28 @@
 /* The operator hook: tells the cores which blocks an operator is about to use.
  *
- * A frame is one operator in progress on one thread; frames form a stack. The start callback pushes
- * a frame, pins the operands that lie in our address space and lets the core make them resident;
- * the end callback unpins them and pops it. A block allocated while a frame is open stays pinned
- * until the outermost frame of the thread ends (tp_op_adopt), because PyTorch's kernels use scratch
- * tensors by raw pointer after the nested operator that made them has returned.
+ * A frame is one operator in progress on one thread; frames form a stack. The start callback
+ * pushes a frame, pins the operands that lie in our address space and lets the core make
+ * them resident; the end callback unpins them and pops it. A block allocated while a frame
+ * is open stays pinned until the outermost frame of the thread ends (tp_op_adopt), because
+ * PyTorch's kernels use scratch tensors by raw pointer after the nested operator that made
+ * them has returned.
  *
- * What is remembered of an operator is keyed by the addresses of its schema's name and overload
- * name. They identify it as long as the dispatcher's set of operators does not change: only schemas
- * owned by the dispatcher are remembered, and a registration listener, called before any schema is
- * destroyed and after any is created, makes every thread forget all of them.
+ * What is remembered of an operator is keyed by the addresses of its schema's name and
+ * overload name. They identify it as long as the dispatcher's set of operators does not
+ * change: only schemas owned by the dispatcher are remembered, and a registration listener,
+ * called before any schema is destroyed and after any is created, makes every thread forget
+ * all of them.
  *
- * Nothing here throws: PyTorch would log and swallow it, and the operator would run unprotected. */
+ * Nothing here throws: PyTorch would log and swallow it, and the operator would run
+ * unprotected. */
 #include "bind/torch_hook.h"
 
+#include <ATen/NestedTensorImpl.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
-#include <ATen/NestedTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/quantized/Quantizer.h>
 #include <ATen/quantized/QTensorImpl.h>
+#include <ATen/quantized/Quantizer.h>
 #include <ATen/record_function.h>
 
 #include <atomic>
@@ -36,15 +39,17 @@
 namespace torchpager {
 namespace {
 
-/* ---- what is known of operators by name ------------------------------------------------------ */
+/* ---- what is known of operators by name -------------------------------------------------- */
 
-/* aten operators that write to inputs their schema does not mark: all inputs count as written. */
+/* aten operators that write to inputs their schema does not mark: all inputs count as
+ * written. */
 const char *const kWritesUnannotated[] = {
     /* running statistics */
     "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
     "aten::batch_norm_update_stats", "aten::batch_norm_gather_stats",
     "aten::batch_norm_gather_stats_with_counts", "aten::batch_norm", "aten::instance_norm",
-    "aten::_batch_norm_impl_index", "aten::_batch_norm_with_update", "aten::batch_norm_backward",
+    "aten::_batch_norm_impl_index", "aten::_batch_norm_with_update",
+    "aten::batch_norm_backward",
     /* dropout state; the reserve space of the backward pass */
     "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward", "aten::_cudnn_rnn_flatten_weight",
     "aten::cudnn_batch_norm_backward", "aten::miopen_rnn", "aten::miopen_rnn_backward",
@@ -58,26 +63,57 @@ const char *const kWritesUnannotated[] = {
     "aten::set_data"};
 
 /* Composite operators (by registration) that read or write memory themselves. */
-const char *const kCompositeThatTouches[] = {
-    "aten::fbgemm_linear_int8_weight", "aten::fbgemm_linear_int8_weight_fp32_activation",
-    "aten::fbgemm_linear_quantize_weight", "aten::fbgemm_pack_gemm_matrix_fp16",
-    "aten::fbgemm_linear_fp16_weight", "aten::fbgemm_linear_fp16_weight_fp32_activation",
-    "aten::fbgemm_pack_quantized_matrix", "aten::_saturate_weight_to_fp16",
-    "aten::choose_qparams_optimized", "aten::_rowwise_prune", "aten::_sobol_engine_draw",
-    "aten::_sobol_engine_ff_", "aten::_sobol_engine_initialize_state_",
-    "aten::_sobol_engine_scramble_", "aten::_pad_packed_sequence", "aten::ctc_loss",
-    "aten::tensor_split"};
+const char *const kCompositeThatTouches[] = {"aten::fbgemm_linear_int8_weight",
+                                             "aten::fbgemm_linear_int8_weight_fp32_activation",
+                                             "aten::fbgemm_linear_quantize_weight",
+                                             "aten::fbgemm_pack_gemm_matrix_fp16",
+                                             "aten::fbgemm_linear_fp16_weight",
+                                             "aten::fbgemm_linear_fp16_weight_fp32_activation",
+                                             "aten::fbgemm_pack_quantized_matrix",
+                                             "aten::_saturate_weight_to_fp16",
+                                             "aten::choose_qparams_optimized",
+                                             "aten::_rowwise_prune",
+                                             "aten::_sobol_engine_draw",
+                                             "aten::_sobol_engine_ff_",
+                                             "aten::_sobol_engine_initialize_state_",
+                                             "aten::_sobol_engine_scramble_",
+                                             "aten::_pad_packed_sequence",
+                                             "aten::ctc_loss",
+                                             "aten::tensor_split"};
 
 /* Operators that look at shapes only, though they have tensors among their inputs. */
-const char *const kReadsNothing[] = {
-    "aten::empty_like", "aten::new_empty", "aten::new_empty_strided", "aten::new_zeros",
-    "aten::new_ones", "aten::new_full", "aten::zeros_like", "aten::ones_like", "aten::full_like",
-    "aten::rand_like", "aten::randn_like", "aten::randint_like", "aten::size", "aten::sym_size",
-    "aten::stride", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset",
-    "aten::is_same_size", "aten::is_pinned", "aten::record_stream", "aten::is_set_to",
-    "aten::is_coalesced", "aten::sparse_dim", "aten::dense_dim", "aten::_dimI", "aten::_dimV",
-    "aten::_nnz", "aten::_has_same_storage_numel", "aten::_assert_tensor_metadata", "aten::set_",
-    "aten::_backward"};
+const char *const kReadsNothing[] = {"aten::empty_like",
+                                     "aten::new_empty",
+                                     "aten::new_empty_strided",
+                                     "aten::new_zeros",
+                                     "aten::new_ones",
+                                     "aten::new_full",
+                                     "aten::zeros_like",
+                                     "aten::ones_like",
+                                     "aten::full_like",
+                                     "aten::rand_like",
+                                     "aten::randn_like",
+                                     "aten::randint_like",
+                                     "aten::size",
+                                     "aten::sym_size",
+                                     "aten::stride",
+                                     "aten::sym_stride",
+                                     "aten::sym_numel",
+                                     "aten::sym_storage_offset",
+                                     "aten::is_same_size",
+                                     "aten::is_pinned",
+                                     "aten::record_stream",
+                                     "aten::is_set_to",
+                                     "aten::is_coalesced",
+                                     "aten::sparse_dim",
+                                     "aten::dense_dim",
+                                     "aten::_dimI",
+                                     "aten::_dimV",
+                                     "aten::_nnz",
+                                     "aten::_has_same_storage_numel",
+                                     "aten::_assert_tensor_metadata",
+                                     "aten::set_",
+                                     "aten::_backward"};
 
 /* Copies its input although its schema says "view". */
 const char *const kNotAView[] = {"aten::_sparse_broadcast_to"};
@@ -93,7 +129,7 @@ bool starts_with(const char *text, const char *start) {
     return std::strncmp(text, start, std::strlen(start)) == 0;
 }
 
-/* ---- what an operator does to its arguments --------------------------------------------------- */
+/* ---- what an operator does to its arguments ---------------------------------------------- */
 
 struct ArgumentUse {
     uint32_t idx;
@@ -102,8 +138,9 @@ struct ArgumentUse {
 
 struct OperatorUse {
     size_t argument_count = 0, return_count = 0;
-    bool frame = true;    /* false: it calls others, or makes views; nothing to do */
-    bool exports = false; /* its kernels go on after it returned: operands stay where they are */
+    bool frame = true; /* false: it calls others, or makes views; nothing to do */
+    bool exports =
+        false; /* its kernels go on after it returned: operands stay where they are */
     std::vector<ArgumentUse> arguments; /* those that can hold tensors */
 };
 
@@ -124,16 +161,14 @@ bool holds_no_tensor(const c10::Type &type) {
     case c10::TypeKind::MemoryFormatType:
     case c10::TypeKind::SymIntType:
     case c10::TypeKind::SymFloatType:
-    case c10::TypeKind::SymBoolType:
-        return true;
+    case c10::TypeKind::SymBoolType: return true;
     case c10::TypeKind::ListType:
     case c10::TypeKind::OptionalType:
         for (const auto &inner : type.containedTypes()) {
             if (!holds_no_tensor(*inner)) return false;
         }
         return true;
-    default:
-        return false;
+    default: return false;
     }
 }
 
@@ -183,7 +218,8 @@ OperatorUse describe(const c10::OperatorHandle &op) {
     const auto &arguments = schema.arguments();
     for (uint32_t idx = 0; idx < arguments.size(); idx++) {
         if (holds_no_tensor(*arguments[idx].type())) continue;
-        use.arguments.push_back({idx, all_written || use.exports || is_written(arguments[idx])});
+        use.arguments.push_back(
+            {idx, all_written || use.exports || is_written(arguments[idx])});
     }
     return use;
 }
@@ -192,9 +228,11 @@ OperatorUse describe(const c10::OperatorHandle &op) {
 std::atomic<uint64_t> operator_set_version{1};
 
 class OperatorSetListener final : public c10::OpRegistrationListener {
-public:
+  public:
     void onOperatorRegistered(const c10::OperatorHandle &) override { operator_set_version++; }
-    void onOperatorDeregistered(const c10::OperatorHandle &) override { operator_set_version++; }
+    void onOperatorDeregistered(const c10::OperatorHandle &) override {
+        operator_set_version++;
+    }
 };
 
 struct OperatorKey {
@@ -212,7 +250,7 @@ struct OperatorKeyHash {
     }
 };
 
-/* ---- the frames of a thread -------------------------------------------------------------------- */
+/* ---- the frames of a thread -------------------------------------------------------------- */
 
 /* One tp_op of a frame: an operator has one for each core it meets, nearly always one. */
 struct CoreOp {
@@ -225,7 +263,8 @@ struct CoreOp {
 class Thread;
 
 struct Frame {
-    Frame *outer = nullptr; /* on the stack: the next frame outwards; in the pool: the next one */
+    Frame *outer =
+        nullptr; /* on the stack: the next frame outwards; in the pool: the next one */
     Thread *thread = nullptr;
     size_t return_count = 0;
     std::atomic<bool> ended{false};
@@ -251,7 +290,7 @@ struct FrameContext final : public at::ObserverContext {
 static_assert(sizeof(FrameContext) <= sizeof(Frame::context));
 
 class Thread {
-public:
+  public:
     Thread();
     ~Thread();
 
@@ -263,12 +302,12 @@ public:
     void recycle(Frame *frame);
 
     std::atomic<uint64_t> call_count{0};
-    std::vector<Operand> operands;    /* of the operator that starts now; reused */
-    std::vector<Operand> outputs;     /* of the one that ends now; reused */
-    std::vector<tp_access> accesses;  /* scratch: those of one core */
-    std::vector<tp_addr> addresses;   /* scratch */
+    std::vector<Operand> operands;   /* of the operator that starts now; reused */
+    std::vector<Operand> outputs;    /* of the one that ends now; reused */
+    std::vector<tp_access> accesses; /* scratch: those of one core */
+    std::vector<tp_addr> addresses;  /* scratch */
 
-private:
+  private:
     std::unordered_map<OperatorKey, OperatorUse, OperatorKeyHash> uses_;
     uint64_t uses_version_ = 0;
     Frame *top_ = nullptr;
@@ -288,7 +327,8 @@ Thread::Thread() {
     threads().push_back(this);
 }
 
-/* The core keeps an operator's pin array, made with malloc, for the next use of the same tp_op. */
+/* The core keeps an operator's pin array, made with malloc, for the next use of the same
+ * tp_op. */
 void free_pin_arrays(CoreOp &op) {
     for (CoreOp *each = &op; each != nullptr; each = each->next.get()) std::free(each->op.pins);
 }
@@ -383,10 +423,10 @@ const OperatorUse *Thread::use_of(const at::RecordFunction &fn) {
     return use.frame ? &use : nullptr;
 }
 
-/* ---- finding the storages of a value ----------------------------------------------------------- */
+/* ---- finding the storages of a value ----------------------------------------------------- */
 
 class Collector {
-public:
+  public:
     Collector(std::vector<Operand> &out, bool write) : out_(out), write_(write) {}
 
     void value(const c10::IValue &value) {
@@ -402,7 +442,7 @@ public:
         }
     }
 
-private:
+  private:
     void tensor(const at::Tensor &tensor) {
         if (!tensor.defined()) return;
         const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
@@ -415,7 +455,8 @@ private:
         if (C10_UNLIKELY(impl->key_set().has_any(special))) parts(impl);
     }
 
-    /* Tensors that are made of tensors. A subclass may carry the keys of one without being one. */
+    /* Tensors that are made of tensors. A subclass may carry the keys of one without being
+     * one. */
     void parts(const c10::TensorImpl *impl) {
         if (const auto *sparse = dynamic_cast<const at::SparseTensorImpl *>(impl)) {
             tensor(sparse->indices());
@@ -424,7 +465,8 @@ private:
             tensor(rows->compressed_indices());
             tensor(rows->plain_indices());
             tensor(rows->values());
-        } else if (const auto *nested = dynamic_cast<const at::native::NestedTensorImpl *>(impl)) {
+        } else if (const auto *nested =
+                       dynamic_cast<const at::native::NestedTensorImpl *>(impl)) {
             tensor(nested->get_nested_sizes());
             tensor(nested->get_nested_strides());
             tensor(nested->get_storage_offsets());
@@ -442,7 +484,8 @@ private:
         tensor(channels->zero_points());
     }
 
-    /* The unchecked accessor: the others throw for a fake tensor or copy a lazily cloned storage. */
+    /* The unchecked accessor: the others throw for a fake tensor or copy a lazily cloned
+     * storage. */
     void storage(c10::StorageImpl *storage) {
         const at::DataPtr &data = storage->_mutable_data_ptr_no_checks();
         const auto addr = reinterpret_cast<tp_addr>(data.get());
@@ -457,7 +500,7 @@ private:
     const bool write_;
 };
 
-/* ---- starting and ending an operator ----------------------------------------------------------- */
+/* ---- starting and ending an operator ----------------------------------------------------- */
 
 /* The frame's tp_op for `core`, or one that is free. */
 CoreOp *slot_for(Frame *frame, tp_core *core) {
@@ -506,7 +549,8 @@ void begin_core(Thread *thread, Frame *frame, size_t start) {
     tp_op_begin(head.core, &op->op, thread->accesses.data(), thread->accesses.size(), stream);
 }
 
-/* For a boxed call PyTorch shows the whole stack, of which the operator's own values come last. */
+/* For a boxed call PyTorch shows the whole stack, of which the operator's own values come
+ * last. */
 template <class Values> size_t start_of_own(const Values &values, size_t own_count) {
     return values.size() > own_count ? values.size() - own_count : 0;
 }
@@ -559,7 +603,8 @@ FrameContext::~FrameContext() {
     Frame *frame = frame_;
     Thread *current = this_thread();
     if (!frame->ended.load(std::memory_order_acquire)) end_frame(frame, current, nullptr);
-    /* A frame ended elsewhere stays with its own thread, which may still have it on its stack. */
+    /* A frame ended elsewhere stays with its own thread, which may still have it on its
+     * stack. */
     if (current != nullptr && frame->thread == current) current->recycle(frame);
 }
 
@@ -590,7 +635,8 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction &fn) {
     }
 }
 
-/* Outputs of a core that the operator neither used nor allocated from: only marked as tensors. */
+/* Outputs of a core that the operator neither used nor allocated from: only marked as
+ * tensors. */
 void mark_others(Frame *frame, const std::vector<Operand> &outputs) {
     for (const Operand &output : outputs) {
         if (find(frame, output.core) == nullptr) tp_mark_seen(output.core, output.access.addr);
@@ -619,7 +665,7 @@ void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
     end_frame(frame, current, outputs);
 }
 
-/* ---- installing -------------------------------------------------------------------------------- */
+/* ---- installing -------------------------------------------------------------------------- */
 
 std::mutex install_mutex;
 bool armed_slots[TP_SLOT_MAX]; /* this and the next two need install_mutex */
@@ -655,7 +701,8 @@ bool in_operator() {
     return thread != nullptr && thread->top() != nullptr;
 }
 
-/* The frame is the same that in_operator saw: the thread has been inside the allocator since. */
+/* The frame is the same that in_operator saw: the thread has been inside the allocator
+ * since. */
 void on_alloc(tp_core *core, tp_addr addr, tp_stream stream) {
     Thread *thread = this_thread();
     Frame *frame = thread != nullptr ? thread->top() : nullptr;

@@ -1,5 +1,5 @@
-/* torch_hook: the operator hook, one global at::RecordFunction callback (torch_hook.cpp). It is part
- * of the extension torchpager._torch_cpu and reaches the doors through cores.h. */
+/* torch_hook: the operator hook, one global at::RecordFunction callback (torch_hook.cpp). It
+ * is part of the extension torchpager._torch_cpu and reaches the doors through cores.h. */
 #ifndef TP_BIND_TORCH_HOOK_H
 #define TP_BIND_TORCH_HOOK_H
 

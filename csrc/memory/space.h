@@ -72,6 +72,8 @@ struct tp_block {
     bool seen;             /* was a tensor operand or output */
     bool exported;         /* immovable for good */
     bool captured;         /* touched during a stream capture: immovable */
+    bool ahead;            /* filled, or being filled, ahead of its use */
+    uint64_t stamp;        /* the use clock at its last use */
     uint64_t evicted_count;
     struct tp_segment *segment;
     tp_span *span;

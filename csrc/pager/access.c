@@ -5,6 +5,8 @@
 #include "base/check.h"
 #include "pager/evict.h"
 #include "pager/extent.h"
+#include "pager/fill.h"
+#include "pager/readahead.h"
 #include "pager/reclaim.h"
 #include "pager/transfer.h"
 
@@ -60,6 +62,14 @@ static void pin_drop(tp_pager *pager, const struct tp_op_pin *pin) {
 static void lru_touch(tp_pager *pager, tp_block *block) {
     tp_list_remove(&block->lru);
     tp_list_push_back(&pager->live, &block->lru);
+    block->stamp = ++pager->use_clock;
+}
+
+static bool anything_in_host(const tp_block *block) {
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        if (block->extents[i].state == TP_EXTENT_HOST) return true;
+    }
+    return false;
 }
 
 /* Calls off evictions that have not begun to change the mapping. */
@@ -97,7 +107,9 @@ static operands look(const tp_op *op) {
     return seen;
 }
 
-static void pin_all(tp_pager *pager, tp_op *op, const tp_access *accesses, size_t count) {
+/* `first`: not a second try of the same operator, whose misses have been noted. */
+static void pin_all(tp_pager *pager, tp_op *op, const tp_access *accesses, size_t count,
+                    bool first) {
     for (size_t i = 0; i < count; i++) {
         tp_block *block = tp_block_live(pager, accesses[i].addr);
         if (block == NULL) continue;
@@ -111,6 +123,7 @@ static void pin_all(tp_pager *pager, tp_op *op, const tp_access *accesses, size_
         block->op_pins++;
         pager->op_pin_total++;
         tp_thread_pins++;
+        if (first && (block->ahead || anything_in_host(block))) tp_readahead_note(pager, block);
         lru_touch(pager, block);
         cancel_evictions(pager, block);
     }
@@ -130,51 +143,12 @@ static uint32_t own_pins(const tp_op *op, const tp_block *block) {
     return count;
 }
 
-/* Whether the mapping may change at all while we wait: somebody who launches on the HOST mapping
- * now, or for good, forbids it. */
-static bool fillable(const tp_op *op, const tp_block *block) {
-    return !tp_block_immovable(block) &&
-           block->op_pins - block->waiting_pins <= own_pins(op, block);
-}
-
 static void waiting(tp_pager *pager, tp_op *op, bool on) {
     for (uint32_t i = 0; i < op->pin_count; i++) {
         if (!pin_holds(&op->pins[i])) continue;
         op->pins[i].block->waiting_pins += on ? 1u : UINT32_MAX;
         pager->waiting_pin_total += on ? 1u : UINT64_MAX;
     }
-}
-
-/* Attaches a frame to one HOST extent and starts its fill. False: no frame can be had. */
-static bool start_fill(tp_pager *pager, tp_op *op, const struct tp_op_pin *pin, tp_extent *extent,
-                       bool wait) {
-    if (pager->capture_depth > 0) return false;
-    /* The copy stream is the first to use the frame: what the operator's stream may have again at
-     * once is not free for it. */
-    const tp_stream stream = pager->dev->copy_stream[TP_COPY_TO_DEVICE];
-    tp_status refused = TP_OK;
-    tp_frame *frame = tp_reclaim_device_frame(pager, extent->bytes, stream, &refused);
-    if (frame == NULL && wait) {
-        frame = tp_reclaim_wait_frame(pager, extent->bytes, stream, &refused);
-    }
-    if (frame == NULL) return false;
-    /* The lock was dropped: somebody else may have begun, or the block may be gone. */
-    const bool wanted = pin_holds(pin) && extent->state == TP_EXTENT_HOST && !extent->busy &&
-                        extent->device == NULL && fillable(op, pin->block) &&
-                        pager->failed == TP_OK;
-    if (!wanted) {
-        tp_frame_pool_put(&pager->device_frames, frame);
-        return true;
-    }
-    extent->device = frame;
-    tp_status status = tp_marker_record_context(&pager->markers, &extent->decided, NULL);
-    if (status == TP_OK) status = tp_transfer_fill(pager, extent, NULL);
-    if (status == TP_OK) return true;
-    if (extent->state == TP_EXTENT_HOST && pager->failed == TP_OK) {
-        extent->device = NULL;
-        tp_frame_pool_put(&pager->device_frames, frame);
-    }
-    return false;
 }
 
 /* Starts the fills of everything the operator misses, in operand order, for as long as memory can be
@@ -185,8 +159,11 @@ static void start_fills(tp_pager *pager, tp_op *op, bool wait) {
         for (uint32_t k = 0; pin_holds(&pin) && k < pin.block->extent_count; k++) {
             tp_extent *extent = &pin.block->extents[k];
             if (extent->state != TP_EXTENT_HOST || extent->device != NULL) continue;
-            if (!fillable(op, pin.block)) break;
-            if (!start_fill(pager, op, &pin, extent, wait)) return;
+            if (!tp_fill_allowed(pin.block, own_pins(op, pin.block))) break;
+            if (!tp_fill_start(pager, pin.block, pin.generation, extent, own_pins(op, pin.block),
+                               wait)) {
+                return;
+            }
         }
     }
 }
@@ -305,7 +282,7 @@ void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size
                      tp_stream stream) {
     op->stream = stream;
     op->pin_count = 0;
-    pin_all(pager, op, accesses, count);
+    pin_all(pager, op, accesses, count, true);
     const operands seen = look(op);
     if (seen.busy || seen.missing) {
         count_misses(pager, op);
@@ -313,18 +290,20 @@ void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size
          * holds no pin meanwhile. */
         unpin_all(pager, op);
         tp_ticket_take(pager);
-        pin_all(pager, op, accesses, count);
+        pin_all(pager, op, accesses, count, false);
         while (look(op).busy) {
             unpin_all(pager, op);
             tp_pager_wait(pager, WAIT_NS);
-            pin_all(pager, op, accesses, count);
+            pin_all(pager, op, accesses, count, false);
         }
         const bool page = pager->offload && pager->failed == TP_OK;
         if (page) start_fills(pager, op, true);
+        if (page) tp_readahead_start(pager);
         tp_ticket_give(pager);
         await_fills(pager, op);
         run_over_host(pager, op);
     }
+    if (pager->ahead_count > 0) tp_readahead_start(pager);
     mark_written(pager, op);
     if (op->pin_count > 0 && capturing(pager, stream)) {
         for (uint32_t i = 0; i < op->pin_count; i++) {
@@ -458,7 +437,7 @@ bool tp_access_bring_back(tp_pager *pager, tp_block *block) {
     const uint64_t generation = block->generation;
     tp_op op = {0};
     const tp_access access = {block->addr, false};
-    pin_all(pager, &op, &access, 1);
+    pin_all(pager, &op, &access, 1, false);
     op.stream = block->stream;
     start_fills(pager, &op, false);
     await_fills(pager, &op);

@@ -225,6 +225,8 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     block->waiting_pins = block->handle_pins = 0;
     block->seen = (flags & TP_ALLOC_SEEN) != 0;
     block->exported = block->captured = false;
+    block->ahead = false;
+    block->stamp = ++pager->use_clock;
     block->evicted_count = 0;
     block->life = TP_BLOCK_LIVE;
     tp_list_push_back(&pager->live, &block->lru);
@@ -317,6 +319,7 @@ static bool refresh(tp_pager *pager, tp_block *block) {
 
 void tp_block_free(tp_pager *pager, tp_block *block) {
     TP_REQUIRE(block->life == TP_BLOCK_LIVE);
+    tp_readahead_forget(pager, block);
     tp_block_count(pager, block, false);
     tp_list_remove(&block->lru);
     block->generation++;

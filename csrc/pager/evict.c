@@ -125,6 +125,7 @@ static bool evict(tp_pager *pager, tp_extent *extent) {
     tp_frame_pool_put(&pager->device_frames, frame);
     tp_tally_add(&pager->stats.evictions, extent->bytes, 0);
     extent->block->evicted_count++;
+    tp_readahead_forget(pager, extent->block);
     extent->evict = false;
     leave_flight(extent);
     return true;

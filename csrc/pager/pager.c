@@ -53,7 +53,7 @@ void tp_pager_wait(tp_pager *pager, uint64_t timeout_ns) {
 /* Under pressure the thread keeps a little memory free ahead of the program, so that the launching
  * thread seldom waits for an eviction that begins only then. */
 static bool reclaim_ahead(tp_pager *pager) {
-    if (!pager->pressure || !pager->offload || tp_ticket_taken(pager)) return false;
+    if (!pager->pressure || !pager->offload) return false;
     const size_t cap = tp_budget_frame_cap(&pager->budget);
     const size_t free_bytes = pager->device_frames.free_bytes +
                               tp_sub_floor(cap, pager->device_frames.created_bytes) +

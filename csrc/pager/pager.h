@@ -6,6 +6,7 @@
  *   transfer  queueing a write-back or a fill
  *   reclaim   where a frame comes from: pools, cached blocks, the device, victims; waiting for one
  *   alloc     blocks: born, freed, cached, retired
+ *   fill      starting a fill; readahead: filling ahead of need
  *   access    operators: pins, misses, dirtiness, last-use markers
  *   resize    budgets moved while running
  *   pager     the thread: write-backs, evictions, fills, retirements
@@ -24,9 +25,16 @@
 #include "memory/budget.h"
 #include "memory/frame.h"
 #include "memory/space.h"
+#include "pager/readahead.h"
 #include "pager/types.h"
 
-enum { TP_SIZE_BINS = 256 };
+enum { TP_SIZE_BINS = 256, TP_AHEAD_MAX = 32 };
+
+/* A block to be filled ahead of its use. */
+typedef struct tp_ahead {
+    tp_block *block;
+    uint64_t generation;
+} tp_ahead;
 
 typedef struct tp_pager {
     tp_device *dev;
@@ -67,6 +75,12 @@ typedef struct tp_pager {
     bool paged;     /* bytes have moved to the host */
     bool host_full; /* no host frame could be had; cleared when one becomes free */
     tp_status failed;
+
+    uint64_t use_clock; /* uses of blocks so far */
+    tp_trend trend;
+    tp_ahead ahead[TP_AHEAD_MAX]; /* collected by tp_readahead_note */
+    uint32_t ahead_count;
+    size_t ahead_bytes; /* of the blocks that are ahead of their use */
 
     size_t foreign_held_bytes; /* as last asked */
     tp_stats stats;

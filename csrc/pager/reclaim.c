@@ -157,6 +157,7 @@ void tp_reclaim_negotiate(tp_pager *pager) {
 tp_frame *tp_reclaim_device_frame(tp_pager *pager, size_t bytes, tp_stream stream,
                                   tp_status *device_status) {
     tp_frame_pool *pool = &pager->device_frames;
+    if (pager->pressure) tp_pager_wake(pager); /* it keeps some memory free ahead of need */
     tp_frame *frame = tp_frame_pool_take(pool, bytes);
     if (frame == NULL) frame = steal(pager, bytes, stream);
     if (frame != NULL) return frame;
@@ -279,14 +280,15 @@ size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t clean, size_t di
     return marked;
 }
 
-static size_t start_victims(tp_pager *pager, size_t bytes) {
+/* `ahead`: whether blocks filled ahead of a use that has not come yet are candidates. */
+static size_t start_victims(tp_pager *pager, size_t bytes, bool ahead) {
     tp_block *blocks[CANDIDATES_MAX];
     tp_candidate candidates[CANDIDATES_MAX];
     size_t count = 0;
     for (tp_link *link = pager->live.next; link != &pager->live && count < CANDIDATES_MAX;
          link = link->next) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
-        if (!tp_reclaim_evictable(pager, block)) continue;
+        if (!tp_reclaim_evictable(pager, block) || block->ahead != ahead) continue;
         candidate_fill(pager, block, &candidates[count]);
         if (candidates[count].clean_bytes + candidates[count].dirty_bytes == 0) continue;
         blocks[count++] = block;
@@ -310,7 +312,8 @@ size_t tp_reclaim_start(tp_pager *pager, size_t bytes) {
         tp_block_retire(pager, block);
     }
     if (started < bytes && pager->offload && pager->capture_depth == 0) {
-        started += start_victims(pager, bytes - started);
+        started += start_victims(pager, bytes - started, false);
+        if (started == 0) started = start_victims(pager, bytes, true);
     }
     if (started > 0) tp_pager_wake(pager);
     return started;

@@ -23,8 +23,12 @@ static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
     return status;
 }
 
-static void put_in_flight(tp_pager *pager, tp_extent *extent) {
-    if (!tp_link_in_list(&extent->inflight)) {
+/* Somebody waits for a fill, nobody for one write-back in particular: fills go first. */
+static void put_in_flight(tp_pager *pager, tp_extent *extent, bool first) {
+    tp_list_remove(&extent->inflight);
+    if (first) {
+        tp_list_push_front(&pager->inflight, &extent->inflight);
+    } else {
         tp_list_push_back(&pager->inflight, &extent->inflight);
     }
     tp_pager_wake(pager);
@@ -38,7 +42,7 @@ tp_status tp_transfer_write_back(tp_pager *pager, tp_extent *extent, tp_error *e
     extent->written = false;
     tp_extent_become(pager, extent, TP_EXTENT_WRITING);
     tp_tally_add(&pager->stats.write_backs, extent->bytes, 0);
-    put_in_flight(pager, extent);
+    put_in_flight(pager, extent, false);
     return TP_OK;
 }
 
@@ -50,6 +54,6 @@ tp_status tp_transfer_fill(tp_pager *pager, tp_extent *extent, tp_error *error) 
     extent->abandon = false;
     tp_extent_become(pager, extent, TP_EXTENT_FILLING);
     tp_tally_add(&pager->stats.fills, extent->bytes, 0);
-    put_in_flight(pager, extent);
+    put_in_flight(pager, extent, true);
     return TP_OK;
 }

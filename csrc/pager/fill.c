@@ -1,0 +1,44 @@
+#include "pager/fill.h"
+
+#include "pager/extent.h"
+#include "pager/reclaim.h"
+#include "pager/transfer.h"
+
+bool tp_fill_allowed(const tp_block *block, uint32_t own_pins) {
+    return !tp_block_immovable(block) && block->op_pins - block->waiting_pins <= own_pins;
+}
+
+static tp_frame *take_frame(tp_pager *pager, size_t bytes, bool wait) {
+    /* The copy stream is the first to use the frame: what the operator's stream may have again at
+     * once is not free for it. */
+    const tp_stream stream = pager->dev->copy_stream[TP_COPY_TO_DEVICE];
+    tp_status refused = TP_OK;
+    tp_frame *frame = tp_reclaim_device_frame(pager, bytes, stream, &refused);
+    if (frame == NULL && wait) frame = tp_reclaim_wait_frame(pager, bytes, stream, &refused);
+    return frame;
+}
+
+bool tp_fill_start(tp_pager *pager, tp_block *block, uint64_t generation, tp_extent *extent,
+                   uint32_t own_pins, bool wait) {
+    if (pager->capture_depth > 0) return false;
+    tp_frame *frame = take_frame(pager, extent->bytes, wait);
+    if (frame == NULL) return false;
+    /* The lock was dropped: somebody else may have begun, or the block may be gone. */
+    const bool wanted = block->life == TP_BLOCK_LIVE && block->generation == generation &&
+                        extent->state == TP_EXTENT_HOST && !extent->busy &&
+                        extent->device == NULL && tp_fill_allowed(block, own_pins) &&
+                        pager->failed == TP_OK;
+    if (!wanted) {
+        tp_frame_pool_put(&pager->device_frames, frame);
+        return true;
+    }
+    extent->device = frame;
+    tp_status status = tp_marker_record_context(&pager->markers, &extent->decided, NULL);
+    if (status == TP_OK) status = tp_transfer_fill(pager, extent, NULL);
+    if (status == TP_OK) return true;
+    if (extent->state == TP_EXTENT_HOST && pager->failed == TP_OK) {
+        extent->device = NULL;
+        tp_frame_pool_put(&pager->device_frames, frame);
+    }
+    return false;
+}
