@@ -17,6 +17,8 @@ struct tp_core {
     tp_pager pager;
     tp_small small; /* used when config.serve_small */
     bool serve_small;
+    bool told_armed; /* what the hook `arm` has heard last */
+    bool telling;    /* a thread is calling it, with the lock dropped */
 };
 
 static tp_pager *enter(tp_core *core) {
@@ -66,10 +68,19 @@ const tp_device_caps *tp_core_caps(const tp_core *core) { return &core->pager.de
 
 tp_device *tp_core_device(tp_core *core) { return core->pager.dev; }
 
-/* Tells the hook owner; call with the lock not held. */
-static void tell_armed(tp_core *core, bool armed) {
-    const tp_hooks hooks = core->pager.hooks;
-    if (hooks.arm != NULL) hooks.arm(hooks.ctx, armed);
+/* Tells the hook owner, one thread at a time, so that the last word is the truth. Lock not held. */
+static void tell_armed(tp_core *core) {
+    tp_pager *pager = enter(core);
+    while (!core->telling && core->told_armed != pager->armed) {
+        const tp_hooks hooks = pager->hooks;
+        const bool armed = core->told_armed = pager->armed;
+        core->telling = true;
+        tp_lock_drop(&pager->lock);
+        if (hooks.arm != NULL) hooks.arm(hooks.ctx, armed);
+        tp_lock_take(&pager->lock);
+        core->telling = false;
+    }
+    leave(pager);
 }
 
 /* Held bytes passed the low watermark, or bytes are in HOST: from now on the operator hook tells what
@@ -96,7 +107,7 @@ static bool arm(tp_pager *pager) {
 static void leave_arming(tp_core *core) {
     const bool armed = arm(&core->pager);
     leave(&core->pager);
-    if (armed) tell_armed(core, true);
+    if (armed) tell_armed(core);
 }
 
 /* ---- budgets ----------------------------------------------------------------------------------- */
@@ -119,10 +130,16 @@ void tp_core_get_budget(tp_core *core, size_t *device_bytes, size_t *host_bytes)
 tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error) {
     tp_pager *pager = enter(core);
     const tp_status status = tp_resize_offload(pager, offload, error);
-    const bool disarmed = status == TP_OK && !offload && pager->armed;
-    if (disarmed) pager->armed = false;
+    const bool disarmed = !pager->offload && pager->armed;
+    if (disarmed) {
+        /* What is touched is told no more; armed again, all blocks count as unseen. */
+        pager->armed = false;
+        for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
+            TP_CONTAINER(link, tp_block, lru)->seen = false;
+        }
+    }
     leave_arming(core);
-    if (disarmed) tell_armed(core, false);
+    if (disarmed) tell_armed(core);
     return status;
 }
 
@@ -143,21 +160,35 @@ tp_status tp_core_yield_to_foreign(tp_core *core, size_t bytes, size_t *granted_
 
 void tp_core_empty_cache(tp_core *core) {
     tp_pager *pager = enter(core);
-    if (core->serve_small) tp_small_trim(&core->small, pager);
+    if (core->serve_small) (void)tp_small_trim(&core->small, pager);
     tp_resize_flush(pager);
     leave(pager);
 }
 
 /* ---- blocks ------------------------------------------------------------------------------------ */
 
+static tp_status alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags,
+                       tp_addr *out, tp_oom *oom, tp_error *error) {
+    tp_pager *pager = &core->pager;
+    const bool small = core->serve_small && bytes < pager->large_min_bytes;
+    return small ? tp_small_alloc(&core->small, pager, bytes, stream, out, oom, error)
+                 : tp_block_alloc(pager, bytes, stream, flags, out, oom, error);
+}
+
 tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags, tp_addr *out,
                    tp_oom *oom, tp_error *error) {
     tp_pager *pager = enter(core);
-    const bool small = core->serve_small && bytes < pager->large_min_bytes;
-    const tp_status status =
-        small ? tp_small_alloc(&core->small, pager, bytes, stream, out, oom, error)
-              : tp_block_alloc(pager, bytes, stream, flags, out, oom, error);
+    tp_error first = {0};
+    tp_status status = alloc(core, bytes, stream, flags, out, oom, &first);
+    const bool full = status == TP_OUT_OF_MEMORY || status == TP_NO_HOST_MEMORY;
+    if (full && core->serve_small && tp_small_trim(&core->small, pager)) {
+        /* Slabs that hold nothing were in the way. */
+        pager->stats.ooms--;
+        first = (tp_error){0};
+        status = alloc(core, bytes, stream, flags, out, oom, &first);
+    }
     leave_arming(core);
+    if (status != TP_OK && error != NULL && error->status == TP_OK) *error = first;
     return status;
 }
 
@@ -184,7 +215,7 @@ void tp_record_stream(tp_core *core, tp_addr addr, tp_stream stream) {
         const bool ok =
             tp_markers_lane(&pager->markers, stream, &lane, NULL) == TP_OK &&
             tp_uses_add(&pager->markers, &block->uses, (tp_marker){lane, 0}, true, NULL) == TP_OK;
-        if (!ok) tp_access_export(pager, addr); /* never moved, and freed behind everything */
+        if (!ok) tp_access_lose_use(pager, block);
     }
     leave(pager);
 }
@@ -318,6 +349,7 @@ void tp_region_end(tp_core *core) {
 void tp_capture_begin(tp_core *core) {
     tp_pager *pager = enter(core);
     pager->capture_depth++;
+    pager->markers.capturing = true;
     leave(pager);
 }
 
@@ -325,6 +357,7 @@ void tp_capture_end(tp_core *core) {
     tp_pager *pager = enter(core);
     TP_REQUIRE(pager->capture_depth > 0);
     pager->capture_depth--;
+    pager->markers.capturing = pager->capture_depth > 0;
     tp_pager_wake(pager);
     leave(pager);
 }
@@ -404,6 +437,7 @@ void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
         tp_tally *const tallies[] = {&stats->fills,          &stats->write_backs,
                                      &stats->evictions,      &stats->misses,
                                      &stats->stalls,         &stats->host_operators,
+                                     &stats->memory_stalls,
                                      &stats->discards,       &stats->frame_creates,
                                      &stats->frame_releases};
         for (size_t i = 0; i < sizeof tallies / sizeof tallies[0]; i++) *tallies[i] = (tp_tally){0};

@@ -55,8 +55,8 @@ TP_API tp_device *tp_core_device(tp_core *core);
 TP_API TP_MUST_USE tp_status tp_core_set_budget(tp_core *core, size_t device_bytes,
                                                 size_t host_bytes, tp_error *error);
 TP_API void tp_core_get_budget(tp_core *core, size_t *device_bytes, size_t *host_bytes);
-/* Switches paging on or off. Off: brings back what fits (the rest stays in HOST, readable) and
- * disarms. May wait. */
+/* Switches paging on or off. Off: brings back what fits of the blocks seen as operands (the rest stays
+ * in HOST, readable), disarms, and all blocks count as unseen. May wait. */
 TP_API TP_MUST_USE tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error);
 TP_API void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks);
 /* Makes room in the budget for `bytes` more of the foreign allocator: gives up cached frames, then

@@ -15,6 +15,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <pybind11/gil.h>
+
 #include <atomic>
 #include <cmath>
 #include <mutex>
@@ -659,7 +661,12 @@ class CudaDoor final : public cca::CUDAAllocator {
         }
         c10::DataPtr view(data.get(), data.get_context(),
                           native_deleter.load(std::memory_order_relaxed), data.device());
-        native()->recordStream(view, stream);
+        try {
+            native()->recordStream(view, stream);
+        } catch (...) {
+            (void)view.release_context(); /* the view owns nothing */
+            throw;
+        }
         (void)view.release_context();
     }
 };
@@ -745,10 +752,13 @@ void move_storage(c10::StorageImpl *storage, tp_core *core) {
     if (tp_touch(core, addr_of(ptr), true, stream.stream(), &error) != TP_OK) {
         throw_alloc_error(device, tp_oom{}, error);
     }
-    c10::cuda::device_synchronize(); /* writers on any stream */
-    C10_CUDA_CHECK(
-        native()->memcpyAsync(ptr, device, data.get(), device, bytes, stream.stream(), true));
-    stream.synchronize();
+    {
+        const pybind11::gil_scoped_release released;
+        c10::cuda::device_synchronize(); /* writers on any stream */
+        C10_CUDA_CHECK(native()->memcpyAsync(ptr, device, data.get(), device, bytes,
+                                             stream.stream(), true));
+        stream.synchronize();
+    }
     storage->set_data_ptr_noswap(std::move(moved));
     storage->set_allocator(&door());
     tp_mark_seen(core, addr_of(ptr));
@@ -861,8 +871,10 @@ PyObject *cuda_native_allocated(PyObject *, PyObject *args) {
 }
 
 PyObject *cuda_native_empty_cache(PyObject *, PyObject *) {
-    HANDLE_TH_ERRORS
-    native_or_current()->emptyCache();
+    HANDLE_TH_ERRORS {
+        const pybind11::gil_scoped_release released;
+        native_or_current()->emptyCache();
+    }
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }

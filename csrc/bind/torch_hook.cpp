@@ -565,13 +565,18 @@ void collect_operands(Thread *thread, const OperatorUse &use,
     }
 }
 
-/* Where the blocks adopted by an ending operator go: the next operator outwards. */
-CoreOp *parent_of(const CoreOp &op, Frame *outer) {
+/* Where the blocks adopted by an ending operator go: the next operator outwards. Null, also when
+ * host memory is short: they are unpinned now. */
+CoreOp *parent_of(const CoreOp &op, Frame *outer) noexcept {
     for (Frame *frame = outer; frame != nullptr; frame = frame->outer) {
         if (CoreOp *parent = find(frame, op.core)) return parent;
     }
     if (op.adopted_count == 0 || outer == nullptr) return nullptr;
-    return find_or_begin(outer, op.core, op.op.stream);
+    try {
+        return find_or_begin(outer, op.core, op.op.stream);
+    } catch (...) {
+        return nullptr;
+    }
 }
 
 /* Ends every tp_op of the frame and takes it off the stack. `outputs` may be empty. */
@@ -701,15 +706,19 @@ bool in_operator() {
     return thread != nullptr && thread->top() != nullptr;
 }
 
-/* The frame is the same that in_operator saw: the thread has been inside the allocator
- * since. */
+/* The frame is the same that in_operator saw: the thread has been inside the allocator since.
+ * When host memory is short the block stays pinned: safe, and freeing it ends that. */
 void on_alloc(tp_core *core, tp_addr addr, tp_stream stream) {
-    Thread *thread = this_thread();
-    Frame *frame = thread != nullptr ? thread->top() : nullptr;
-    if (frame == nullptr) return;
-    CoreOp *op = find_or_begin(frame, core, stream);
-    tp_op_adopt(&op->op, addr);
-    op->adopted_count++;
+    try {
+        Thread *thread = this_thread();
+        Frame *frame = thread != nullptr ? thread->top() : nullptr;
+        if (frame == nullptr) return;
+        CoreOp *op = find_or_begin(frame, core, stream);
+        tp_op_adopt(&op->op, addr);
+        op->adopted_count++;
+    } catch (...) {
+        return;
+    }
 }
 
 const tp_bind_operators operators_part = {in_operator, on_alloc, on_arm};

@@ -221,6 +221,7 @@ static tp_status record_everywhere(tp_markers *markers, tp_marker *out, tp_error
 }
 
 tp_status tp_marker_record_context(tp_markers *markers, tp_marker *out, tp_error *error) {
+    if (markers->capturing) return tp_error_set(error, TP_BUSY, "a stream is being captured");
     tp_lane *lane = &markers->lanes[TP_LANE_CONTEXT];
     lane_trim(markers, TP_LANE_CONTEXT);
     tp_status status = lane_reserve(lane, error);
@@ -322,4 +323,27 @@ tp_status tp_uses_refresh(tp_markers *markers, tp_uses *uses, tp_error *error) {
         if (status != TP_OK) return status;
     }
     return TP_OK;
+}
+
+tp_status tp_uses_mark(tp_markers *markers, tp_uses *uses, tp_error *error) {
+    for (uint32_t i = 0; i < uses->count; i++) {
+        tp_use *use = &uses->at[i];
+        if (!use->refresh || use->marker.seq != 0) continue;
+        if (markers->capturing) return tp_error_set(error, TP_BUSY, "a stream is being captured");
+        if (use->marker.lane != TP_LANE_CONTEXT &&
+            tp_marker_record(markers, markers->lanes[use->marker.lane].stream, &use->marker,
+                             NULL) == TP_OK) {
+            continue;
+        }
+        tp_marker everything = {0};
+        const tp_status status = tp_marker_record_context(markers, &everything, error);
+        if (status != TP_OK) return status;
+        *uses = (tp_uses){.at = {{everything, true}}, .count = 1};
+        return TP_OK;
+    }
+    return TP_OK;
+}
+
+void tp_uses_lose(tp_uses *uses) {
+    *uses = (tp_uses){.at = {{{TP_LANE_CONTEXT, 0}, true}}, .count = 1};
 }

@@ -27,6 +27,7 @@ typedef struct tp_markers {
     tp_event *pool;
     uint32_t pool_count, pool_capacity;
     tp_status broken; /* the first driver failure of a query; nothing completes any more */
+    bool capturing;   /* a stream of the process is: a context-wide marker would break the capture */
 } tp_markers;
 
 /* The streams that use a block, and up to where. `refresh`: the stream may have used it since, so
@@ -51,6 +52,7 @@ tp_stream tp_markers_stream(const tp_markers *markers, uint32_t lane);
 
 TP_MUST_USE tp_status tp_marker_record(tp_markers *markers, tp_stream stream, tp_marker *out,
                                        tp_error *error);
+/* TP_BUSY while a stream is being captured. */
 TP_MUST_USE tp_status tp_marker_record_context(tp_markers *markers, tp_marker *out,
                                                tp_error *error);
 /* Asks the device as little as possible. After a failed query: false for ever, see `broken`. */
@@ -70,5 +72,10 @@ TP_MUST_USE tp_status tp_uses_stream_wait(tp_markers *markers, tp_stream stream,
                                           tp_error *error);
 /* Records anew on every lane that may have been used since (the block is being freed). */
 TP_MUST_USE tp_status tp_uses_refresh(tp_markers *markers, tp_uses *uses, tp_error *error);
+/* Records on every lane that may have been used, though no marker says how far yet. TP_BUSY while a
+ * stream is being captured and there is such a lane. */
+TP_MUST_USE tp_status tp_uses_mark(tp_markers *markers, tp_uses *uses, tp_error *error);
+/* A use could not be marked: tp_uses_refresh will record a marker of everything. */
+void tp_uses_lose(tp_uses *uses);
 
 #endif

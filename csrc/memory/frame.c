@@ -38,11 +38,14 @@ static tp_link *class_of(tp_frame_pool *pool, size_t bytes) {
 
 tp_frame *tp_frame_pool_take(tp_frame_pool *pool, size_t bytes) {
     tp_link *head = class_of(pool, bytes);
-    if (tp_list_empty(head)) return NULL;
-    tp_frame *frame = TP_CONTAINER(head->prev, tp_frame, link);
-    tp_list_remove(&frame->link);
-    pool->free_bytes -= bytes;
-    return frame;
+    for (tp_link *link = head->prev; link != head; link = link->prev) {
+        tp_frame *frame = TP_CONTAINER(link, tp_frame, link);
+        if (frame->map_count > 0) continue;
+        tp_list_remove(link);
+        pool->free_bytes -= bytes;
+        return frame;
+    }
+    return NULL;
 }
 
 void tp_frame_pool_put(tp_frame_pool *pool, tp_frame *frame) {

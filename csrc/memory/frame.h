@@ -38,7 +38,8 @@ TP_MUST_USE tp_status tp_frame_pool_init(tp_frame_pool *pool, tp_device *dev, tp
 /* Every frame has been destroyed or is in the free lists (they are destroyed here). */
 void tp_frame_pool_fini(tp_frame_pool *pool);
 
-/* A free frame of exactly that size, or NULL. */
+/* A free frame of exactly that size, or NULL. Frames still mapped somewhere stay: kernels queued
+ * before their old block was freed may use them. */
 tp_frame *tp_frame_pool_take(tp_frame_pool *pool, size_t bytes);
 void tp_frame_pool_put(tp_frame_pool *pool, tp_frame *frame);
 /* Takes free frames, largest first, with at least `bytes` in all if there are that many, out of the

@@ -44,6 +44,7 @@ typedef struct tp_extent {
     bool written;     /* written while WRITING */
     bool abandon;     /* the fill's copy is to be forgotten */
     tp_marker copy;   /* the copy in flight */
+    bool copying;     /* it has not been seen complete */
     tp_marker decided; /* context-wide, recorded after deciding to change the mapping */
     tp_link inflight; /* in the pager's list while WRITING, FILLING or `evict` */
 } tp_extent;
@@ -72,6 +73,7 @@ struct tp_block {
     bool seen;             /* was a tensor operand or output */
     bool exported;         /* immovable for good */
     bool captured;         /* touched during a stream capture: immovable */
+    bool slab;             /* shared by small requests: its mapping never changes */
     bool ahead;            /* filled, or being filled, ahead of its use */
     uint64_t stamp;        /* the use clock at its last use */
     uint64_t evicted_count;

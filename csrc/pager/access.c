@@ -42,17 +42,13 @@ static bool pins_reserve(tp_op *op, uint32_t count) {
     return true;
 }
 
-static void make_immovable(tp_pager *pager, tp_block *block, bool *flag) {
-    if (!tp_block_immovable(block)) tp_gauge_add(&pager->stats.pinned, block->bytes);
-    *flag = true;
-}
-
 static bool pin_holds(const struct tp_op_pin *pin) {
     return pin->block->generation == pin->generation && pin->block->life == TP_BLOCK_LIVE;
 }
 
 static void pin_drop(tp_pager *pager, const struct tp_op_pin *pin) {
-    tp_thread_pins--;
+    /* An operator may end on another thread than it began on. */
+    if (tp_thread_pins > 0) tp_thread_pins--;
     if (!pin_holds(pin)) return;
     TP_ASSERT(pin->block->op_pins > 0);
     pin->block->op_pins--;
@@ -84,6 +80,27 @@ static void cancel_evictions(tp_pager *pager, tp_block *block) {
         if (extent->state == TP_EXTENT_DIRTY) tp_extent_drop_host(pager, extent);
         tp_cond_broadcast(&pager->changed);
     }
+}
+
+/* Fills wanted and not begun are called off; those begun are forgotten when their copy ends. */
+static void call_off_fills(tp_pager *pager, tp_block *block) {
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        tp_extent *extent = &block->extents[i];
+        if (tp_fill_queued(extent)) tp_fill_call_off(pager, extent);
+        if (extent->state == TP_EXTENT_FILLING && !extent->busy) extent->abandon = true;
+    }
+}
+
+static void make_immovable(tp_pager *pager, tp_block *block, bool *flag) {
+    if (!tp_block_immovable(block)) tp_gauge_add(&pager->stats.pinned, block->bytes);
+    *flag = true;
+    cancel_evictions(pager, block);
+    call_off_fills(pager, block);
+}
+
+void tp_access_lose_use(tp_pager *pager, tp_block *block) {
+    make_immovable(pager, block, &block->captured);
+    tp_uses_lose(&block->uses);
 }
 
 /* What the operands of an operator are waiting for. */
@@ -158,7 +175,11 @@ static void start_fills(tp_pager *pager, tp_op *op, bool wait) {
         const struct tp_op_pin pin = op->pins[i];
         for (uint32_t k = 0; pin_holds(&pin) && k < pin.block->extent_count; k++) {
             tp_extent *extent = &pin.block->extents[k];
-            if (extent->state != TP_EXTENT_HOST || extent->device != NULL) continue;
+            if (extent->state != TP_EXTENT_HOST) continue;
+            if (tp_fill_queued(extent)) {
+                tp_fill_hurry(pager, extent);
+                continue;
+            }
             if (!tp_fill_allowed(pin.block, own_pins(op, pin.block))) break;
             if (!tp_fill_start(pager, pin.block, pin.generation, extent, own_pins(op, pin.block),
                                wait)) {
@@ -178,7 +199,8 @@ static bool filling(tp_pager *pager, const tp_op *op, bool *copying) {
         tp_block *block = op->pins[i].block;
         for (uint32_t k = 0; k < block->extent_count; k++) {
             tp_extent *extent = &block->extents[k];
-            if (extent->state != TP_EXTENT_FILLING || extent->abandon) continue;
+            const bool begun = extent->state == TP_EXTENT_FILLING && !extent->abandon;
+            if (!begun && !tp_fill_queued(extent)) continue;
             any = true;
             *copying = *copying || extent->busy || !tp_evict_blocked(pager, extent);
         }
@@ -186,14 +208,9 @@ static bool filling(tp_pager *pager, const tp_op *op, bool *copying) {
     return any;
 }
 
-static void abandon_fills(tp_op *op) {
+static void abandon_fills(tp_pager *pager, tp_op *op) {
     for (uint32_t i = 0; i < op->pin_count; i++) {
-        if (!pin_holds(&op->pins[i])) continue;
-        tp_block *block = op->pins[i].block;
-        for (uint32_t k = 0; k < block->extent_count; k++) {
-            tp_extent *extent = &block->extents[k];
-            if (extent->state == TP_EXTENT_FILLING && !extent->busy) extent->abandon = true;
-        }
+        if (pin_holds(&op->pins[i])) call_off_fills(pager, op->pins[i].block);
     }
 }
 
@@ -206,7 +223,7 @@ static void await_fills(tp_pager *pager, tp_op *op) {
     uint64_t stuck_since = 0;
     bool copying = false;
     waiting(pager, op, true);
-    while (pager->failed == TP_OK && filling(pager, op, &copying)) {
+    while (!tp_pager_halted(pager) && filling(pager, op, &copying)) {
         const uint64_t now = tp_now_ns();
         if (copying) stuck_since = 0;
         if (!copying && stuck_since == 0) stuck_since = now;
@@ -214,7 +231,7 @@ static void await_fills(tp_pager *pager, tp_op *op) {
         tp_pager_wake(pager);
         tp_pager_wait(pager, WAIT_NS);
     }
-    abandon_fills(op);
+    abandon_fills(pager, op);
     while (any_busy(op)) tp_pager_wait(pager, WAIT_NS);
     waiting(pager, op, false);
     tp_tally_add(&pager->stats.stalls, 0, tp_now_ns() - began);
@@ -296,7 +313,7 @@ void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size
             tp_pager_wait(pager, WAIT_NS);
             pin_all(pager, op, accesses, count, false);
         }
-        const bool page = pager->offload && pager->failed == TP_OK;
+        const bool page = pager->offload && !tp_pager_halted(pager);
         if (page) start_fills(pager, op, true);
         if (page) tp_readahead_start(pager);
         tp_ticket_give(pager);
@@ -315,7 +332,7 @@ void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size
 
 void tp_access_adopt(tp_pager *pager, tp_op *op, tp_addr addr) {
     tp_block *block = tp_block_live(pager, addr);
-    if (block == NULL) return;
+    if (block == NULL || block->slab) return; /* slabs are not born pinned: they never move */
     TP_REQUIRE(block->op_pins > 0);
     if (pins_reserve(op, 1)) {
         op->pins[op->pin_count++] =
@@ -323,10 +340,11 @@ void tp_access_adopt(tp_pager *pager, tp_op *op, tp_addr addr) {
     } /* else it stays pinned for good: safe, and freeing it forgets the pin */
 }
 
-/* A marker of the operator's work, or, where none can be recorded, a block that never moves. */
+/* A marker of the operator's work, or, where none can be recorded, a block that never moves and is
+ * freed behind everything. */
 static void mark_use(tp_pager *pager, tp_block *block, tp_marker marker, bool marked) {
     if (!marked || tp_uses_add(&pager->markers, &block->uses, marker, false, NULL) != TP_OK) {
-        make_immovable(pager, block, &block->captured);
+        tp_access_lose_use(pager, block);
     }
 }
 
@@ -367,7 +385,7 @@ void tp_access_settle(tp_pager *pager, tp_block *block, uint64_t generation) {
             const tp_extent *extent = &block->extents[i];
             moving = moving || extent->busy || extent->state == TP_EXTENT_FILLING;
         }
-        if (!moving || block->generation != generation || pager->failed != TP_OK) return;
+        if (!moving || block->generation != generation || tp_pager_halted(pager)) return;
         tp_pager_wake(pager);
         tp_pager_wait(pager, WAIT_NS);
     }
@@ -415,12 +433,10 @@ tp_status tp_access_unpin(tp_pager *pager, tp_addr addr, tp_error *error) {
 void tp_access_export(tp_pager *pager, tp_addr addr) {
     tp_block *block = tp_block_live(pager, addr);
     if (block == NULL) return;
-    make_immovable(pager, block, &block->exported);
     /* Its writes are unseen from now on: what a host frame holds is no copy any more. */
-    cancel_evictions(pager, block);
+    make_immovable(pager, block, &block->exported);
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
-        if (extent->state == TP_EXTENT_FILLING && !extent->busy) extent->abandon = true;
         if (!extent->busy) tp_extent_mark_written(pager, extent);
     }
     const uint64_t generation = block->generation;

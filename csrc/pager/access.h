@@ -15,6 +15,9 @@ void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t ou
 TP_MUST_USE tp_status tp_access_pin(tp_pager *pager, tp_addr addr, tp_error *error);
 TP_MUST_USE tp_status tp_access_unpin(tp_pager *pager, tp_addr addr, tp_error *error);
 void tp_access_export(tp_pager *pager, tp_addr addr);
+/* A use that no marker can stand for: the block never moves again, and when it is freed its memory
+ * waits for everything. */
+void tp_access_lose_use(tp_pager *pager, tp_block *block);
 /* The live block holding `addr`, or NULL. */
 tp_block *tp_block_live(tp_pager *pager, tp_addr addr);
 /* Brings the HOST extents of a block back if frames can be had without evicting anything, and waits.

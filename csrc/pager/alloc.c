@@ -5,7 +5,9 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "pager/extent.h"
+#include "pager/fill.h"
 #include "pager/reclaim.h"
+#include "pager/transfer.h"
 
 static tp_link *size_bin(tp_pager *pager, size_t bytes) {
     const uint64_t granules = bytes / pager->space.granularity_bytes;
@@ -32,6 +34,7 @@ static void release_frames(tp_pager *pager, tp_block *block, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
         tp_extent *extent = &block->extents[i];
         tp_list_remove(&extent->inflight);
+        tp_transfer_forget(pager, extent);
         if (extent->mapped != NULL) extent->mapped->map_count--;
         extent->mapped = NULL;
         if (extent->device != NULL) tp_frame_pool_put(&pager->device_frames, extent->device);
@@ -162,6 +165,7 @@ static tp_status map_on_device(tp_pager *pager, tp_block *block, tp_error *error
 static tp_status bear(tp_pager *pager, tp_block *block, tp_stream stream, tp_status *device_status,
                       tp_error *error) {
     /* What no amount of evicting can make room for goes to the host at once. */
+    if (block->bytes > tp_budget_frame_cap(&pager->budget)) tp_reclaim_negotiate(pager);
     const bool too_large = block->bytes > tp_budget_frame_cap(&pager->budget);
     tp_status status = TP_OUT_OF_MEMORY;
     if (!too_large || !pager->offload) {
@@ -224,7 +228,7 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     tp_thread_pins += block->op_pins;
     block->waiting_pins = block->handle_pins = 0;
     block->seen = (flags & TP_ALLOC_SEEN) != 0;
-    block->exported = block->captured = false;
+    block->exported = block->captured = block->slab = false;
     block->ahead = false;
     block->stamp = ++pager->use_clock;
     block->evicted_count = 0;
@@ -281,6 +285,7 @@ static void discard(tp_pager *pager, tp_block *block) {
         tp_extent *extent = &block->extents[i];
         if (extent->busy) continue;
         extent->evict = false;
+        if (tp_fill_queued(extent)) tp_fill_call_off(pager, extent);
         if (extent->state == TP_EXTENT_CLEAN) {
             tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
             tp_extent_drop_host(pager, extent);

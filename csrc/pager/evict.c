@@ -2,6 +2,7 @@
 
 #include "base/check.h"
 #include "pager/extent.h"
+#include "pager/fill.h"
 #include "pager/reclaim.h"
 #include "pager/transfer.h"
 
@@ -10,8 +11,8 @@ bool tp_evict_blocked(const tp_pager *pager, const tp_extent *extent) {
     if (TP_RULE(pager, TP_RULE_GATE) && tp_pager_gate_closed(pager)) return true;
     if (!TP_RULE(pager, TP_RULE_PIN)) return false;
     /* Threads that wait for a fill launch nothing; nobody waits for an eviction of a pinned block. */
-    const bool fill = extent->state == TP_EXTENT_FILLING;
-    return block->op_pins != (fill ? block->waiting_pins : 0) || tp_block_immovable(block);
+    const bool fill = extent->state == TP_EXTENT_FILLING || tp_fill_queued(extent);
+    return block->op_pins != (fill ? block->waiting_pins : 0) || tp_block_fixed(block);
 }
 
 static bool may_remap(tp_pager *pager, const tp_extent *extent) {
@@ -24,13 +25,14 @@ static bool may_remap(tp_pager *pager, const tp_extent *extent) {
            tp_marker_done(&pager->markers, extent->decided);
 }
 
-/* Replaces what the address maps by `to` (NULL: nothing). Drops the lock. When the new mapping
+/* Replaces what the address maps by `to` (NULL: nothing); the time it took is added to `tally`. Drops the lock. When the new mapping
  * fails, the old one is put back; when that fails too, contents cannot be reached: FAILED. */
-static tp_status remap(tp_pager *pager, tp_extent *extent, tp_frame *to) {
+static tp_status remap(tp_pager *pager, tp_extent *extent, tp_frame *to, tp_tally *tally) {
     tp_device *dev = pager->dev;
     tp_frame *from = extent->mapped;
     extent->busy = true;
     pager->remapping = true;
+    const uint64_t began = tp_now_ns();
     tp_lock_drop(&pager->lock);
     tp_status status = TP_OK;
     if (from != NULL) status = dev->ops->unmap(dev, extent->addr, extent->bytes, NULL);
@@ -55,6 +57,7 @@ static tp_status remap(tp_pager *pager, tp_extent *extent, tp_frame *to) {
     if (from != NULL) from->map_count--;
     if (to != NULL) to->map_count++;
     extent->mapped = to;
+    tally->ns += tp_now_ns() - began;
     return TP_OK;
 }
 
@@ -66,6 +69,13 @@ static void give_up(tp_pager *pager, tp_extent *extent) {
     if (extent->state == TP_EXTENT_DIRTY) tp_extent_drop_host(pager, extent);
     leave_flight(extent);
     tp_cond_broadcast(&pager->changed);
+}
+
+/* The device refused a step. Too many in a row, and evictions pause: who waits for memory would wait
+ * for ever. */
+static void set_back(tp_pager *pager) {
+    pager->setback_count++;
+    pager->setback_ns = tp_now_ns();
 }
 
 /* Making a host frame takes milliseconds, with the lock dropped; meanwhile operators may use the
@@ -87,15 +97,19 @@ static bool attach_host_frame(tp_pager *pager, tp_extent *extent) {
 }
 
 static bool begin_write_back(tp_pager *pager, tp_extent *extent) {
-    const bool ready = extent->evict && (extent->host != NULL || attach_host_frame(pager, extent));
-    if (!ready || (tp_transfer_write_back(pager, extent, NULL) != TP_OK && pager->failed == TP_OK)) {
+    if (!extent->evict || (extent->host == NULL && !attach_host_frame(pager, extent))) {
+        give_up(pager, extent);
+    } else if (!tp_transfer_room(pager, TP_COPY_TO_HOST)) {
+        return false;
+    } else if (tp_transfer_write_back(pager, extent, NULL) != TP_OK && pager->failed == TP_OK) {
+        set_back(pager);
         give_up(pager, extent);
     }
     return true;
 }
 
 static bool end_write_back(tp_pager *pager, tp_extent *extent) {
-    if (!tp_marker_done(&pager->markers, extent->copy)) return false;
+    if (!tp_transfer_done(pager, extent)) return false;
     if (extent->written && TP_RULE(pager, TP_RULE_WRITTEN_MEANWHILE)) {
         tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
         give_up(pager, extent);
@@ -115,7 +129,9 @@ static bool evict(tp_pager *pager, tp_extent *extent) {
         return true;
     }
     if (!may_remap(pager, extent)) return false;
-    if (remap(pager, extent, pager->strict ? NULL : extent->host) != TP_OK) {
+    if (remap(pager, extent, pager->strict ? NULL : extent->host, &pager->stats.evictions) !=
+        TP_OK) {
+        set_back(pager);
         give_up(pager, extent);
         return true;
     }
@@ -125,6 +141,7 @@ static bool evict(tp_pager *pager, tp_extent *extent) {
     tp_frame_pool_put(&pager->device_frames, frame);
     tp_tally_add(&pager->stats.evictions, extent->bytes, 0);
     extent->block->evicted_count++;
+    pager->setback_count = 0;
     tp_readahead_forget(pager, extent->block);
     extent->evict = false;
     leave_flight(extent);
@@ -132,15 +149,16 @@ static bool evict(tp_pager *pager, tp_extent *extent) {
 }
 
 static bool fill_ended(tp_pager *pager, tp_extent *extent) {
-    return !TP_RULE(pager, TP_RULE_FILL_COMPLETE) || tp_marker_done(&pager->markers, extent->copy);
+    return tp_transfer_done(pager, extent) || !TP_RULE(pager, TP_RULE_FILL_COMPLETE);
 }
 
 static bool end_fill(tp_pager *pager, tp_extent *extent) {
     if (!fill_ended(pager, extent)) return false;
+    tp_transfer_forget(pager, extent);
     const bool unwanted = extent->abandon || extent->block->life != TP_BLOCK_LIVE;
     if (!unwanted) {
         if (!may_remap(pager, extent)) return false;
-        if (remap(pager, extent, extent->device) == TP_OK) {
+        if (remap(pager, extent, extent->device, &pager->stats.fills) == TP_OK) {
             tp_extent_become(pager, extent, TP_EXTENT_CLEAN);
             leave_flight(extent);
             return true;
@@ -151,7 +169,7 @@ static bool end_fill(tp_pager *pager, tp_extent *extent) {
     extent->abandon = false;
     tp_extent_become(pager, extent, TP_EXTENT_HOST);
     leave_flight(extent);
-    if (pager->failed == TP_OK) tp_frame_pool_put(&pager->device_frames, frame);
+    tp_frame_pool_put(&pager->device_frames, frame);
     tp_cond_broadcast(&pager->changed);
     return true;
 }
@@ -164,6 +182,8 @@ static bool step(tp_pager *pager, tp_extent *extent) {
     case TP_EXTENT_CLEAN: return evict(pager, extent);
     case TP_EXTENT_FILLING: return end_fill(pager, extent);
     case TP_EXTENT_HOST:
+        if (tp_fill_queued(extent)) return tp_fill_step(pager, extent, 0);
+        break;
     case TP_EXTENT_EMPTY:
     case TP_EXTENT_STATE_COUNT: break;
     }

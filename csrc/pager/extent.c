@@ -91,3 +91,5 @@ void tp_extent_mark_written(tp_pager *pager, tp_extent *extent) {
 bool tp_block_immovable(const tp_block *block) {
     return block->handle_pins > 0 || block->exported || block->captured;
 }
+
+bool tp_block_fixed(const tp_block *block) { return block->slab || tp_block_immovable(block); }

@@ -19,5 +19,7 @@ void tp_block_count(tp_pager *pager, const tp_block *block, bool live);
 void tp_extent_mark_written(tp_pager *pager, tp_extent *extent);
 /* True if no one may change the mapping of this block for as long as it lives or is pinned. */
 bool tp_block_immovable(const tp_block *block);
+/* The same, or a slab. */
+bool tp_block_fixed(const tp_block *block);
 
 #endif

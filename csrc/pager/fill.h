@@ -15,4 +15,14 @@ bool tp_fill_allowed(const tp_block *block, uint32_t own_pins);
 bool tp_fill_start(tp_pager *pager, tp_block *block, uint64_t generation, tp_extent *extent,
                    uint32_t own_pins, bool wait);
 
+/* A fill that is wanted but not begun (HOST, with a device frame attached): begins it if the link has
+ * room. True if anything changed. */
+bool tp_fill_step(tp_pager *pager, tp_extent *extent, uint32_t own_pins);
+/* Wanted, not begun. */
+bool tp_fill_queued(const tp_extent *extent);
+/* Takes the wish back: the frame goes to the pool. */
+void tp_fill_call_off(tp_pager *pager, tp_extent *extent);
+/* An operator waits for it: before all others. */
+void tp_fill_hurry(tp_pager *pager, tp_extent *extent);
+
 #endif

@@ -62,14 +62,16 @@ static bool reclaim_ahead(tp_pager *pager) {
     return tp_reclaim_start(pager, tp_budget_reclaim_stop(&pager->budget) - free_bytes) > 0;
 }
 
-static void tell_first_paging(tp_pager *pager) {
-    if (pager->paged || pager->stats.evictions.count == 0) return;
+/* True if it dropped the lock: somebody may have wanted to wake the thread meanwhile. */
+static bool tell_first_paging(tp_pager *pager) {
+    if (pager->paged || pager->stats.evictions.count == 0) return false;
     pager->paged = true;
     const tp_hooks hooks = pager->hooks;
-    if (hooks.first_paging == NULL) return;
+    if (hooks.first_paging == NULL) return false;
     tp_lock_drop(&pager->lock);
     hooks.first_paging(hooks.ctx);
     tp_lock_take(&pager->lock);
+    return true;
 }
 
 static bool work_in_flight(const tp_pager *pager) {
@@ -94,7 +96,7 @@ static void *run(void *arg) {
                 if (pager->region_unmarked) tp_pager_mark_region_end(pager);
             }
             moved |= reclaim_ahead(pager);
-            tell_first_paging(pager);
+            moved |= tell_first_paging(pager);
         }
         if (moved) continue;
         const bool poll = work_in_flight(pager) && pager->failed == TP_OK;

@@ -55,6 +55,7 @@ typedef struct tp_pager {
     tp_link retiring;
     tp_link deferred; /* freed while no marker could be recorded */
     tp_link inflight; /* extents: see tp_extent.inflight */
+    uint32_t copying[2]; /* copies the device has been given and not been seen to finish, by tp_copy_dir */
     bool remapping; /* the thread changes the mapping of a live block, with the lock dropped */
     uint32_t unmapping_count; /* blocks being unmapped with the lock dropped */
     uint64_t op_pin_total, waiting_pin_total; /* sums over the live blocks */
@@ -74,6 +75,8 @@ typedef struct tp_pager {
     bool pressure;  /* somebody had to wait for memory since offload went on: reclaim ahead */
     bool paged;     /* bytes have moved to the host */
     bool host_full; /* no host frame could be had; cleared when one becomes free */
+    uint32_t setback_count; /* steps of evictions that the device refused, since one succeeded */
+    uint64_t setback_ns;    /* when it refused last */
     tp_status failed;
 
     uint64_t use_clock; /* uses of blocks so far */
@@ -113,6 +116,10 @@ bool tp_pager_gate_closed(const tp_pager *pager);
 void tp_pager_mark_region_end(tp_pager *pager);
 /* Enters FAILED. */
 void tp_pager_fail(tp_pager *pager, tp_status status);
+/* True if nothing moves any more, so that nobody may wait for it: FAILED or abandoned. */
+static inline bool tp_pager_halted(const tp_pager *pager) {
+    return pager->failed != TP_OK || pager->abandoned;
+}
 /* Broken invariants, numbered as in csrc/README.md. */
 TP_MUST_USE tp_status tp_pager_check(tp_pager *pager, tp_error *error);
 

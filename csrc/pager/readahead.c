@@ -47,7 +47,9 @@ void tp_readahead_note(tp_pager *pager, tp_block *block) {
         link = direction > 0 ? link->next : link->prev;
         if (link == &pager->live) break;
         tp_block *next = TP_CONTAINER(link, tp_block, lru);
-        if (next->ahead || host_bytes(next) == 0 || !tp_fill_allowed(next, 0)) continue;
+        if (!next->seen || next->ahead || host_bytes(next) == 0 || !tp_fill_allowed(next, 0)) {
+            continue;
+        }
         if (next->bytes > room) break;
         room -= next->bytes;
         pager->ahead[pager->ahead_count++] = (tp_ahead){next, next->generation};

@@ -4,6 +4,7 @@
 #include "base/check.h"
 #include "pager/alloc.h"
 #include "pager/extent.h"
+#include "pager/fill.h"
 #include "pager/victim.h"
 
 _Thread_local uint32_t tp_thread_pins;
@@ -13,6 +14,8 @@ enum {
     PATIENCE_NS = 50000000,      /* how long other threads' pins and regions are waited for */
     STALL_NS = 50000,            /* a shorter wait is no stall */
     NEGOTIATE_NS = 2000000,      /* the foreign allocator is asked no more often */
+    SETBACK_NS = 100000000,      /* the pause of evictions after SETBACKS_MAX setbacks in a row */
+    SETBACKS_MAX = 4,
     CANDIDATES_MAX = 64
 };
 
@@ -172,7 +175,13 @@ tp_frame *tp_reclaim_device_frame(tp_pager *pager, size_t bytes, tp_stream strea
     if (!tp_budget_admits(&pager->budget, pool->created_bytes, bytes)) {
         return tp_frame_pool_take(pool, bytes);
     }
-    return create(pager, pool, bytes, device_status);
+    frame = create(pager, pool, bytes, device_status);
+    /* The device has less than the budget: what we keep in other sizes may be in the way. */
+    if (frame == NULL && tp_reclaim_release(pager, pool, bytes) > 0 &&
+        tp_budget_admits(&pager->budget, pool->created_bytes, bytes)) {
+        frame = create(pager, pool, bytes, device_status);
+    }
+    return frame;
 }
 
 /* Takes the host frames of CLEAN extents away until one of that size is free. */
@@ -240,7 +249,7 @@ tp_incoming tp_reclaim_incoming(tp_pager *pager) {
 
 bool tp_reclaim_evictable(const tp_pager *pager, const tp_block *block) {
     if (!TP_RULE(pager, TP_RULE_PIN)) return block->seen;
-    return block->seen && block->op_pins == 0 && !tp_block_immovable(block);
+    return block->seen && block->op_pins == 0 && !tp_block_fixed(block);
 }
 
 /* An extent that a new eviction may take. */
@@ -282,6 +291,9 @@ size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t clean, size_t di
 
 /* `ahead`: whether blocks filled ahead of a use that has not come yet are candidates. */
 static size_t start_victims(tp_pager *pager, size_t bytes, bool ahead) {
+    if (pager->setback_count >= SETBACKS_MAX && tp_now_ns() - pager->setback_ns < SETBACK_NS) {
+        return 0;
+    }
     tp_block *blocks[CANDIDATES_MAX];
     tp_candidate candidates[CANDIDATES_MAX];
     size_t count = 0;
@@ -302,6 +314,19 @@ static size_t start_victims(tp_pager *pager, size_t bytes, bool ahead) {
                                    candidates[i].take_dirty_bytes, decided);
     }
     return started;
+}
+
+size_t tp_reclaim_call_off_ahead(tp_pager *pager, size_t bytes) {
+    size_t got = 0;
+    for (tp_link *link = pager->inflight.next, *next; link != &pager->inflight && got < bytes;
+         link = next) {
+        next = link->next;
+        tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
+        if (!tp_fill_queued(extent) || extent->block->op_pins > 0) continue;
+        got += extent->bytes;
+        tp_fill_call_off(pager, extent);
+    }
+    return got;
 }
 
 size_t tp_reclaim_start(tp_pager *pager, size_t bytes) {
@@ -332,9 +357,10 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, tp_stream stream,
     uint64_t stuck_since = 0;
     tp_frame *frame = NULL;
     while ((frame = tp_reclaim_device_frame(pager, bytes, stream, device_status)) == NULL) {
-        if (pager->failed != TP_OK) break;
+        if (tp_pager_halted(pager)) break;
         const tp_incoming in = tp_reclaim_incoming(pager);
         bool moving = in.moving;
+        if (in.bytes < bytes && tp_reclaim_call_off_ahead(pager, bytes) > 0) continue;
         if (in.bytes < bytes) moving |= tp_reclaim_start(pager, bytes - in.bytes) > 0;
         if (moving) {
             stuck_since = 0;
@@ -348,6 +374,9 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, tp_stream stream,
         tp_pager_wait(pager, WAIT_NS);
     }
     const uint64_t waited = tp_now_ns() - began;
-    if (waited > STALL_NS) tp_tally_add(&pager->stats.stalls, frame == NULL ? 0 : bytes, waited);
+    if (waited > STALL_NS) {
+        tp_tally_add(&pager->stats.stalls, frame == NULL ? 0 : bytes, waited);
+        tp_tally_add(&pager->stats.memory_stalls, frame == NULL ? 0 : bytes, waited);
+    }
     return frame;
 }

@@ -38,6 +38,9 @@ typedef struct tp_incoming {
 tp_incoming tp_reclaim_incoming(tp_pager *pager);
 /* Starts giving up at least `bytes` more: cached blocks, then victims. Returns the bytes started. */
 size_t tp_reclaim_start(tp_pager *pager, size_t bytes);
+/* Fills ahead of need that have not begun give back at least `bytes`, if they have them. Returns the
+ * bytes that are free now. */
+size_t tp_reclaim_call_off_ahead(tp_pager *pager, size_t bytes);
 /* Marks resident extents of a block to be evicted, at most `clean` and `dirty` bytes (rounded up to
  * extents). `decided` was recorded just now. Returns the bytes marked. */
 size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t clean, size_t dirty,

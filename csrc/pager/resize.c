@@ -20,9 +20,10 @@ static bool shrink(tp_pager *pager, size_t cap) {
     while (pager->device_frames.created_bytes > cap) {
         const size_t over = pager->device_frames.created_bytes - cap;
         if (tp_reclaim_release(pager, &pager->device_frames, over) > 0) continue;
-        if (pager->failed != TP_OK) return false;
+        if (tp_pager_halted(pager)) return false;
         const tp_incoming in = tp_reclaim_incoming(pager);
         bool moving = in.moving;
+        if (in.bytes < over && tp_reclaim_call_off_ahead(pager, over) > 0) continue;
         if (in.bytes < over) moving |= tp_reclaim_start(pager, over - in.bytes) > 0;
         const uint64_t now = tp_now_ns();
         if (moving) {
@@ -63,19 +64,21 @@ static void negotiation_end(tp_pager *pager) {
     tp_cond_broadcast(&pager->changed);
 }
 
-/* The foreign allocator first gives its unused cache back, then gets a cap that leaves our frames
- * what they hold, if the limit has room for both. */
+/* The foreign allocator first gives its unused cache back, then is held to what it has and a little
+ * room, but no more than it may have now: our frames have not given anything up yet. */
 static tp_status fit_foreign(tp_pager *pager, size_t limit, tp_error *error) {
-    if (pager->hooks.foreign_cap == NULL) {
-        pager->budget.foreign_cap_bytes = 0;
+    if (pager->hooks.foreign_cap == NULL || pager->hooks.foreign_held == NULL) {
+        pager->budget.foreign_cap_bytes = pager->foreign_held_bytes = 0;
         return TP_OK;
     }
     const tp_budget trial = {.limit_bytes = limit};
     const size_t had = pager->budget.foreign_cap_bytes;
-    const size_t target = tp_budget_foreign_target(&trial, pager->foreign_held_bytes);
+    const size_t target =
+        tp_min_size(had, tp_budget_foreign_target(&trial, pager->foreign_held_bytes));
     size_t bound = foreign_cap(pager, target, limit < pager->budget.limit_bytes);
     /* What it holds after the flush may be less than what the target was made from. */
-    const size_t again = tp_budget_foreign_target(&trial, pager->foreign_held_bytes);
+    const size_t again =
+        tp_min_size(had, tp_budget_foreign_target(&trial, pager->foreign_held_bytes));
     if (again != target || bound > again) bound = foreign_cap(pager, again, false);
     if (bound > limit) {
         (void)foreign_cap(pager, had, false);
@@ -85,6 +88,16 @@ static tp_status fit_foreign(tp_pager *pager, size_t limit, tp_error *error) {
     }
     pager->budget.foreign_cap_bytes = bound;
     return TP_OK;
+}
+
+/* A little room, if our frames leave it: the side that gives is lowered first. */
+static void widen_foreign(tp_pager *pager) {
+    if (pager->hooks.foreign_cap == NULL || pager->hooks.foreign_held == NULL) return;
+    const size_t target = tp_budget_foreign_target(&pager->budget, pager->foreign_held_bytes);
+    const size_t room = tp_sub_floor(pager->budget.limit_bytes, pager->device_frames.created_bytes);
+    if (target <= pager->budget.foreign_cap_bytes || target > room) return;
+    pager->budget.foreign_cap_bytes = target;
+    (void)foreign_cap(pager, target, false);
 }
 
 static tp_status resize(tp_pager *pager, size_t device_bytes, size_t host_bytes, tp_error *error) {
@@ -98,11 +111,18 @@ static tp_status resize(tp_pager *pager, size_t device_bytes, size_t host_bytes,
                             "host frames hold %zu bytes, the host budget would be %zu",
                             pager->host_frames.created_bytes, host_bytes);
     }
-    const tp_status status = fit_foreign(pager, device_bytes, error);
-    if (status != TP_OK) return status;
-    pager->budget.limit_bytes = device_bytes;
+    /* Before the lock is dropped: no host frame beyond it is made from here on. */
     pager->budget.host_limit_bytes = host_bytes;
-    if (shrink(pager, tp_budget_frame_cap(&pager->budget))) return TP_OK;
+    const tp_status status = fit_foreign(pager, device_bytes, error);
+    if (status != TP_OK) {
+        pager->budget.host_limit_bytes = old.host_limit_bytes;
+        return status;
+    }
+    pager->budget.limit_bytes = device_bytes;
+    if (shrink(pager, tp_budget_frame_cap(&pager->budget))) {
+        widen_foreign(pager);
+        return TP_OK;
+    }
     if (old.foreign_cap_bytes != pager->budget.foreign_cap_bytes) {
         (void)foreign_cap(pager, old.foreign_cap_bytes, false);
     }
@@ -113,20 +133,21 @@ static tp_status resize(tp_pager *pager, size_t device_bytes, size_t host_bytes,
 }
 
 /* Offload ends: what fits comes back, the rest stays readable where it is. The lock is dropped at each
- * block, so the walk starts anew until it finds nothing to do. */
+ * block, so the walk starts anew; a block that was tried has become the most recently used one. */
 static void bring_all_back(tp_pager *pager) {
-    for (;;) {
+    for (uint64_t tries = pager->stats.block_count; tries > 0; tries--) {
         tp_block *next = NULL;
         for (tp_link *link = pager->live.next; link != &pager->live && next == NULL;
              link = link->next) {
             tp_block *block = TP_CONTAINER(link, tp_block, lru);
             for (uint32_t i = 0; i < block->extent_count; i++) {
                 const tp_extent *extent = &block->extents[i];
-                if (extent->state == TP_EXTENT_HOST && !tp_block_immovable(block)) next = block;
+                if (extent->state != TP_EXTENT_HOST || tp_block_fixed(block)) continue;
+                if (block->seen) next = block; /* else kernels nobody announces may use it */
             }
         }
-        if (next == NULL || pager->failed != TP_OK) return;
-        if (!tp_access_bring_back(pager, next)) return;
+        if (next == NULL || tp_pager_halted(pager)) return;
+        (void)tp_access_bring_back(pager, next);
     }
 }
 
@@ -148,7 +169,7 @@ tp_status tp_resize_budget(tp_pager *pager, size_t device_bytes, size_t host_byt
 
 tp_status tp_resize_yield(tp_pager *pager, size_t bytes, size_t *granted_cap_bytes,
                           tp_error *error) {
-    if (pager->hooks.foreign_cap == NULL) {
+    if (pager->hooks.foreign_cap == NULL || pager->hooks.foreign_held == NULL) {
         return tp_error_set(error, TP_INVALID, "no foreign allocator shares this budget");
     }
     tp_ticket_take(pager);
@@ -159,9 +180,9 @@ tp_status tp_resize_yield(tp_pager *pager, size_t bytes, size_t *granted_cap_byt
     tp_lock_take(&pager->lock);
     pager->foreign_held_bytes = held;
     const size_t limit = pager->budget.limit_bytes;
-    const size_t wanted = held + bytes;
     tp_status status = TP_OUT_OF_MEMORY;
-    if (wanted <= limit) {
+    if (bytes <= tp_sub_floor(limit, held)) {
+        const size_t wanted = held + bytes;
         /* The side that gives is lowered first: from here on no frame beyond the cap is made. */
         const size_t had = pager->budget.foreign_cap_bytes;
         if (wanted > had) pager->budget.foreign_cap_bytes = wanted;
@@ -189,7 +210,7 @@ void tp_resize_flush(tp_pager *pager) {
         tp_block_retire(pager, TP_CONTAINER(pager->cached.next, tp_block, lru));
     }
     while ((!tp_list_empty(&pager->retiring) || pager->unmapping_count > 0) &&
-           pager->failed == TP_OK) {
+           !tp_pager_halted(pager)) {
         tp_pager_wake(pager);
         tp_pager_wait(pager, WAIT_NS);
     }
@@ -205,14 +226,14 @@ static void await_evictions(tp_pager *pager) {
             const tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
             any = any || (extent->evict && (extent->busy || !tp_evict_blocked(pager, extent)));
         }
-        if (!any || pager->failed != TP_OK) return;
+        if (!any || tp_pager_halted(pager)) return;
         tp_pager_wake(pager);
         tp_pager_wait(pager, WAIT_NS);
     }
 }
 
 size_t tp_resize_evict_all(tp_pager *pager) {
-    if (!pager->offload || pager->failed != TP_OK) return 0;
+    if (!pager->offload || tp_pager_halted(pager)) return 0;
     tp_marker decided = {0};
     if (tp_marker_record_context(&pager->markers, &decided, NULL) != TP_OK) return 0;
     const uint64_t before = pager->stats.evictions.bytes;
@@ -229,11 +250,12 @@ size_t tp_resize_evict_all(tp_pager *pager) {
 tp_status tp_resize_evict(tp_pager *pager, tp_addr addr, tp_error *error) {
     tp_block *block = tp_block_live(pager, addr);
     if (block == NULL) return tp_error_set(error, TP_INVALID, "no block of ours holds it");
+    if (tp_pager_halted(pager)) return tp_error_set(error, TP_FAILED, "nothing moves any more");
     if (!pager->offload) return tp_error_set(error, TP_BUSY, "auto_offload is off");
     if (!tp_reclaim_evictable(pager, block)) {
         return tp_error_set(error, TP_BUSY, "the block is %s",
                             !block->seen                  ? "not known to be a tensor"
-                            : tp_block_immovable(block) ? "pinned or exported"
+                            : tp_block_fixed(block)     ? "pinned or exported"
                                                           : "in use by an operator");
     }
     const uint64_t generation = block->generation;
@@ -264,13 +286,20 @@ static void map_the_rest(tp_pager *pager) {
     }
 }
 
+static void call_off_evictions(tp_pager *pager) {
+    for (tp_link *link = pager->inflight.next; link != &pager->inflight; link = link->next) {
+        tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
+        if (!extent->busy) extent->evict = false;
+    }
+    tp_access_await_remaps(pager);
+}
+
 /* Host frames that only mirror a resident extent are of no use without paging. */
 static void forget_copies(tp_pager *pager) {
     for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
         for (uint32_t i = 0; i < block->extent_count; i++) {
             tp_extent *extent = &block->extents[i];
-            if (extent->evict && !extent->busy) extent->evict = false;
             if (extent->state == TP_EXTENT_CLEAN && !extent->busy) {
                 tp_extent_mark_written(pager, extent);
             }
@@ -290,11 +319,13 @@ tp_status tp_resize_offload(tp_pager *pager, bool offload, tp_error *error) {
         return TP_OK;
     }
     tp_ticket_take(pager);
+    /* First, so that nothing is evicted behind the walk. */
+    pager->offload = false;
+    pager->pressure = false;
+    call_off_evictions(pager);
     bring_all_back(pager);
     map_the_rest(pager);
     forget_copies(pager);
-    pager->offload = false;
-    pager->pressure = false;
     tp_ticket_give(pager);
     return TP_OK;
 }

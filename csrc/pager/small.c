@@ -75,6 +75,7 @@ static tp_status slab_new(tp_small *small, tp_pager *pager, size_t bytes, tp_str
     if (status != TP_OK) goto no_sub;
     status = tp_block_alloc(pager, bytes, stream, 0, &slab->addr, oom, error);
     if (status != TP_OK) goto no_block;
+    tp_block_live(pager, slab->addr)->slab = true;
     slab->bytes = bytes;
     slab->unit_bytes = bytes / UNITS;
     slab->stream = stream;
@@ -167,14 +168,17 @@ void tp_small_record_stream(tp_small *small, tp_pager *pager, tp_addr addr, tp_s
     uint32_t unit = 0, lane = 0;
     if (!piece_find(small, addr, &slab, &unit) || slab->stream == stream) return;
     if (slab->shared[unit] == NULL) slab->shared[unit] = calloc(1, sizeof(tp_uses));
-    const bool ok = slab->shared[unit] != NULL &&
-                    tp_markers_lane(&pager->markers, stream, &lane, NULL) == TP_OK &&
-                    tp_uses_add(&pager->markers, slab->shared[unit], (tp_marker){lane, 0}, true,
-                                NULL) == TP_OK;
-    if (!ok) slab->spans[unit] = NULL; /* its free is forgotten: never reused */
+    tp_uses *uses = slab->shared[unit];
+    if (uses == NULL) {
+        slab->spans[unit] = NULL; /* its free is forgotten: never reused */
+    } else if (tp_markers_lane(&pager->markers, stream, &lane, NULL) != TP_OK ||
+               tp_uses_add(&pager->markers, uses, (tp_marker){lane, 0}, true, NULL) != TP_OK) {
+        tp_uses_lose(uses);
+    }
 }
 
-void tp_small_trim(tp_small *small, tp_pager *pager) {
+bool tp_small_trim(tp_small *small, tp_pager *pager) {
+    bool any = false;
     reap(small, pager);
     for (tp_link *link = small->slabs.next, *next; link != &small->slabs; link = next) {
         next = link->next;
@@ -183,5 +187,7 @@ void tp_small_trim(tp_small *small, tp_pager *pager) {
         tp_block *block = tp_block_live(pager, slab->addr);
         slab_fini(slab);
         if (block != NULL) tp_block_free(pager, block);
+        any = true;
     }
+    return any;
 }

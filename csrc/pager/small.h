@@ -1,7 +1,7 @@
 /* small: requests too small for a block of their own share slabs (the pluggable door, where there is
  * no other allocator to send them to).
  *
- * A slab is a block that is never marked as seen, so it never moves. Slabs belong to the stream they
+ * A slab is a block whose mapping never changes: nobody knows all that is in it. Slabs belong to the stream they
  * were made for: what that stream frees it may have again at once. What other streams used, too
  * (record_stream), comes back once the markers recorded at its free have completed.
  * Expects the pager's lock; tp_small_alloc may drop it. */
@@ -25,7 +25,7 @@ TP_MUST_USE tp_status tp_small_alloc(tp_small *small, tp_pager *pager, size_t by
 bool tp_small_holds(const tp_small *small, tp_addr block_addr);
 void tp_small_free(tp_small *small, tp_pager *pager, tp_addr addr);
 void tp_small_record_stream(tp_small *small, tp_pager *pager, tp_addr addr, tp_stream stream);
-/* Frees slabs that hold nothing. */
-void tp_small_trim(tp_small *small, tp_pager *pager);
+/* Frees slabs that hold nothing. False: there is none. */
+bool tp_small_trim(tp_small *small, tp_pager *pager);
 
 #endif

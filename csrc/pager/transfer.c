@@ -3,6 +3,25 @@
 #include "base/check.h"
 #include "pager/extent.h"
 
+enum { COPIES_MAX = 2 }; /* in each direction: one runs, one is ready behind it */
+
+bool tp_transfer_room(const tp_pager *pager, tp_copy_dir dir) {
+    return pager->copying[dir] < COPIES_MAX;
+}
+
+void tp_transfer_forget(tp_pager *pager, tp_extent *extent) {
+    if (!extent->copying) return;
+    extent->copying = false;
+    pager->copying[extent->state == TP_EXTENT_WRITING ? TP_COPY_TO_HOST : TP_COPY_TO_DEVICE]--;
+}
+
+bool tp_transfer_done(tp_pager *pager, tp_extent *extent) {
+    if (!extent->copying) return true;
+    if (!tp_marker_done(&pager->markers, extent->copy)) return false;
+    tp_transfer_forget(pager, extent);
+    return true;
+}
+
 /* Copies between the windows behind everything that has used the block, and marks the copy. A copy
  * that was queued but cannot be marked leaves its frames in doubt: the pager enters FAILED. */
 static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir, bool ordered,
@@ -10,8 +29,11 @@ static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
     tp_device *dev = pager->dev;
     const tp_stream stream = dev->copy_stream[dir];
     if (ordered) {
-        const tp_status status =
-            tp_uses_stream_wait(&pager->markers, stream, &extent->block->uses, error);
+        /* A stream may have used the block though no operator has said so: one that began before
+         * the hook was armed. */
+        tp_uses *uses = &extent->block->uses;
+        tp_status status = tp_uses_mark(&pager->markers, uses, error);
+        if (status == TP_OK) status = tp_uses_stream_wait(&pager->markers, stream, uses, error);
         if (status != TP_OK) return status;
     }
     const tp_addr host = extent->host->window, device = extent->device->window;
@@ -19,16 +41,17 @@ static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
                                       dir == TP_COPY_TO_HOST ? device : host, extent->bytes, error);
     if (status != TP_OK) return status;
     status = tp_marker_record(&pager->markers, stream, &extent->copy, error);
-    if (status != TP_OK) tp_pager_fail(pager, status);
-    return status;
+    if (status != TP_OK) {
+        tp_pager_fail(pager, status);
+        return status;
+    }
+    extent->copying = true;
+    pager->copying[dir]++;
+    return TP_OK;
 }
 
-/* Somebody waits for a fill, nobody for one write-back in particular: fills go first. */
-static void put_in_flight(tp_pager *pager, tp_extent *extent, bool first) {
-    tp_list_remove(&extent->inflight);
-    if (first) {
-        tp_list_push_front(&pager->inflight, &extent->inflight);
-    } else {
+static void put_in_flight(tp_pager *pager, tp_extent *extent) {
+    if (!tp_link_in_list(&extent->inflight)) {
         tp_list_push_back(&pager->inflight, &extent->inflight);
     }
     tp_pager_wake(pager);
@@ -42,7 +65,7 @@ tp_status tp_transfer_write_back(tp_pager *pager, tp_extent *extent, tp_error *e
     extent->written = false;
     tp_extent_become(pager, extent, TP_EXTENT_WRITING);
     tp_tally_add(&pager->stats.write_backs, extent->bytes, 0);
-    put_in_flight(pager, extent, false);
+    put_in_flight(pager, extent);
     return TP_OK;
 }
 
@@ -54,6 +77,6 @@ tp_status tp_transfer_fill(tp_pager *pager, tp_extent *extent, tp_error *error) 
     extent->abandon = false;
     tp_extent_become(pager, extent, TP_EXTENT_FILLING);
     tp_tally_add(&pager->stats.fills, extent->bytes, 0);
-    put_in_flight(pager, extent, true);
+    put_in_flight(pager, extent);
     return TP_OK;
 }

@@ -5,6 +5,13 @@
 
 #include "pager/pager.h"
 
+/* The device is given few copies at a time: so an urgent fill waits behind little, and a context-wide
+ * marker, which stands for copies too, completes soon. The rest waits in the pager's list. */
+bool tp_transfer_room(const tp_pager *pager, tp_copy_dir dir);
+/* True if the extent has no copy in flight. */
+bool tp_transfer_done(tp_pager *pager, tp_extent *extent);
+/* The copy counts no more, finished or not. */
+void tp_transfer_forget(tp_pager *pager, tp_extent *extent);
 /* DIRTY with a host frame attached -> WRITING. On failure it stays DIRTY. */
 TP_MUST_USE tp_status tp_transfer_write_back(tp_pager *pager, tp_extent *extent, tp_error *error);
 /* HOST with a device frame attached and `decided` set -> FILLING. On failure it stays HOST. */

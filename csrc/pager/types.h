@@ -74,8 +74,8 @@ typedef struct tp_oom {
 } tp_oom;
 
 typedef enum tp_alloc_flags {
-    TP_ALLOC_PINNED = 1 << 0,   /* born with a pin count of one: unpin it by tp_op_adopt + tp_op_end
-                                   or tp_unpin */
+    TP_ALLOC_PINNED = 1 << 0,   /* born with a pin count of one: give it to an operator with
+                                   tp_op_adopt. Small requests that share a block: nothing */
     TP_ALLOC_SEEN = 1 << 1      /* known to be a tensor */
 } tp_alloc_flags;
 
@@ -113,7 +113,9 @@ typedef struct tp_stats {
     tp_gauge pinned;    /* live bytes made immovable by tp_pin or tp_export */
     tp_gauge held;      /* reserved + foreign, as of the last change of ours */
     tp_tally fills, write_backs, evictions, misses, stalls;
-    /* misses: operators' accesses to extents in HOST; stalls: waits of a launching thread */
+    /* misses: operators' accesses to extents in HOST; stalls: waits of a launching thread for memory or for a fill;
+       evictions.ns and fills.ns: time spent changing the mapping */
+    tp_tally memory_stalls; /* of the stalls, those for memory */
     tp_tally host_operators; /* accesses run over HOST operands because nothing could be evicted */
     tp_tally discards;  /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torchpager import _control, _core, _torch_cpu
+from torchpager.simulate import _close_core as close_core
 
 MIB = 1 << 20
 GRANULE = 64 << 10
@@ -27,7 +28,7 @@ def nothing_left_behind():
     assert torch.Tensor.numpy is numpy_method
     if _core.is_open(_core.SIM_SLOT):
         _core.check(_core.SIM_SLOT)
-        assert _core.blocks(_core.SIM_SLOT) == [], "tensors of a simulated device are alive"
+        assert close_core(), "tensors of a simulated device are alive"
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import json
 
 import torch
 
+from torchpager import __main__ as command_line
 from torchpager import doctor
 
 
@@ -21,8 +22,9 @@ def test_every_no_comes_with_something_to_do():
         assert finding.ok is not False or finding.advice, finding
 
 
-def test_doctor_speaks_json_when_asked(run_python):
-    report = json.loads(run_python("-m", "torchpager", "doctor", "--json").stdout)
+def test_doctor_speaks_json_when_asked(capsys):
+    assert doctor.main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["simulated"] is True
     assert report["cuda"] is torch.cuda.is_available()
     assert {"name", "ok", "found", "advice"} == set(report["findings"][0])
@@ -45,8 +47,9 @@ def test_doctor_tells_a_cpu_build_on_a_gpu_machine_from_a_machine_without_gpu():
     assert doctor._cuda_build("13.0", []).ok is True
 
 
-def test_unknown_command_exits_2_with_the_usage(run_python):
-    done = run_python("-m", "torchpager", "cure", check=False)
-    assert done.returncode == 2
-    assert "usage: python -m torchpager" in done.stderr
-    assert run_python("-m", "torchpager", "--help").stdout.startswith("usage:")
+def test_unknown_command_exits_2_with_the_usage(capsys):
+    assert command_line.main(["cure"]) == 2
+    assert "usage: python -m torchpager" in capsys.readouterr().err
+    assert command_line.main([]) == 2
+    assert command_line.main(["--help"]) == 0
+    assert "usage: python -m torchpager" in capsys.readouterr().out

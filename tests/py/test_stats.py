@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchpager
-from torchpager import testing
+from torchpager import _control, _core, testing
 
 MIB = 1 << 20
 
@@ -121,6 +121,7 @@ def test_last_oom_is_kept_when_the_context_is_left():
 
 def test_first_paging_is_logged_once(caplog):
     caplog.set_level(logging.INFO, logger="torchpager")
+    _core.on_first_paging(_control.on_first_paging)  # a test of the core may have taken it out
     with simulation(), torchpager.auto_offload():
         page()
         page()

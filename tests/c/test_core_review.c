@@ -1,0 +1,418 @@
+/* One scene for each way in which the core has once gone wrong. */
+#include <pthread.h>
+#include <string.h>
+
+#include "harness.h"
+#include "rig.h"
+
+/* ---- memory that a queued kernel may still use ------------------------------------------------- */
+
+/* The frames of a freed block serve a new one on the same stream at once; when the new one cannot be
+ * born after all, they are still in use there. */
+TEST(frame_of_a_failed_birth_serves_no_other_stream_yet) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB, .no_offload = true, .manual = true});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    rig_hold(&r, 0);
+    rig_launch(&r, 0, a, 32 * TP_KIB, 1, true);
+    tp_free(r.core, a);
+    /* The second map call is the new block's, after the window of its last frame. */
+    fault_device_arm(r.dev, &(fault_plan){.nth = 2, .calls = 1u << FAULT_MAP});
+    tp_addr b = 0;
+    EXPECT_STATUS(tp_alloc(r.core, 24 * TP_KIB, r.streams[0], 0, &b, NULL, &test_error),
+                  TP_DEVICE_ERROR);
+    EXPECT(fault_device_fired(r.dev));
+    fault_device_disarm(r.dev);
+    const tp_addr c = rig_alloc(&r, 16 * TP_KIB, 1);
+    rig_launch(&r, 1, c, 16 * TP_KIB, 2, true);
+    for (int i = 0; i < 60 && atomic_load(&r.ran) == 0; i++) rig_step(&r, 1);
+    EXPECT_EQ(atomic_load(&r.ran), 1); /* the write to `c`, not yet the one to `a` */
+    rig_drain(&r);
+    rig_launch(&r, 1, c, 16 * TP_KIB, 2, false);
+    rig_drain(&r);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+    rig_close(&r);
+}
+
+/* When the end of an operator cannot be marked, its stream's use of the block is not forgotten. */
+TEST(block_with_a_lost_marker_is_freed_behind_everything) {
+    rig r;
+    rig_open(&r, &(rig_options){.manual = true});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    const tp_access access = {a, true};
+    tp_op op = {0};
+    tp_op_begin(r.core, &op, &access, 1, r.streams[1]);
+    rig_hold(&r, 1);
+    rig_launch(&r, 1, a, 32 * TP_KIB, 1, true);
+    fault_device_arm(r.dev, &(fault_plan){.nth = 1, .calls = 1u << FAULT_EVENT_RECORD});
+    tp_op_end(&op, NULL, 0, NULL);
+    tp_op_fini(&op);
+    EXPECT(fault_device_fired(r.dev));
+    fault_device_disarm(r.dev);
+    EXPECT(rig_info(&r, a).immovable);
+    tp_free(r.core, a);
+    const tp_addr b = rig_alloc(&r, 32 * TP_KIB, 0);
+    rig_launch(&r, 0, b, 32 * TP_KIB, 2, true);
+    for (int i = 0; i < 60 && atomic_load(&r.ran) == 0; i++) rig_step(&r, 1);
+    EXPECT_EQ(atomic_load(&r.ran), 1);
+    rig_drain(&r);
+    rig_launch(&r, 0, b, 32 * TP_KIB, 2, false);
+    rig_drain(&r);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+    rig_close(&r);
+}
+
+/* A kernel of an operator that began before the hook was armed: only the block's stream is known. */
+TEST(copies_start_after_uses_that_no_marker_stands_for) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = 32 * TP_KIB, .manual = true});
+    const tp_addr a = rig_alloc(&r, 48 * TP_KIB, 0);
+    EXPECT_EQ(rig_stats(&r).born_in_host, 1);
+    rig_hold(&r, 0);
+    rig_launch(&r, 0, a, 48 * TP_KIB, 1, true);
+    rig_op(&r, 0, a, 48 * TP_KIB, 1, false);
+    rig_drain(&r);
+    EXPECT(rig_stats(&r).fills.count > 0);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+    tp_free(r.core, a);
+    tp_core_empty_cache(r.core);
+    /* The same for a write-back. */
+    const tp_addr b = rig_alloc(&r, 16 * TP_KIB, 0);
+    rig_hold(&r, 0);
+    rig_launch(&r, 0, b, 16 * TP_KIB, 3, true);
+    tp_mark_seen(r.core, b);
+    EXPECT_OK(tp_evict(r.core, b, &test_error));
+    rig_launch(&r, 0, b, 16 * TP_KIB, 3, false);
+    rig_drain(&r);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+    rig_close(&r);
+}
+
+/* ---- blocks that must not move ----------------------------------------------------------------- */
+
+TEST(slab_never_moves_whatever_is_said_of_its_pieces) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = 8 * TP_MIB, .serve_small = true});
+    tp_addr a = 0;
+    MUST_OK(tp_alloc(r.core, 1000, r.streams[0], TP_ALLOC_PINNED | TP_ALLOC_SEEN, &a, NULL,
+                     &test_error));
+    rig_op(&r, 0, a, 1000, 1, true);
+    tp_mark_seen(r.core, a);
+    EXPECT_STATUS(tp_evict(r.core, a, &test_error), TP_BUSY);
+    EXPECT_EQ(tp_evict_all(r.core), 0);
+    tp_op op = {0};
+    tp_op_begin(r.core, &op, NULL, 0, r.streams[0]);
+    tp_op_adopt(&op, a);
+    tp_op_end(&op, &a, 1, NULL);
+    tp_op_fini(&op);
+    EXPECT_EQ(rig_info(&r, a).pin_count, 0);
+    EXPECT_OK(tp_core_check(r.core, &test_error));
+    EXPECT_EQ(rig_stats(&r).pinned.current, 0);
+    tp_free(r.core, a);
+    rig_close(&r);
+}
+
+/* A block in HOST that was never an operand, such as a library's workspace, stays there. */
+TEST(unseen_block_in_host_is_not_filled_when_offload_ends) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = 32 * TP_KIB});
+    const tp_addr a = rig_alloc(&r, 48 * TP_KIB, 0);
+    EXPECT_OK(tp_core_set_budget(r.core, 128 * TP_KIB, TP_NO_LIMIT, &test_error));
+    EXPECT_OK(tp_core_set_offload(r.core, false, &test_error));
+    EXPECT_EQ(rig_info(&r, a).host_bytes, 48 * TP_KIB);
+    EXPECT(!rig_info(&r, a).seen);
+    rig_close(&r);
+}
+
+/* What was touched before the hook was disarmed may have been used since by operators unannounced. */
+TEST(blocks_count_as_unseen_after_offload_ended) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB});
+    const tp_addr a = rig_alloc(&r, 48 * TP_KIB, 0);
+    rig_op(&r, 0, a, 48 * TP_KIB, 1, true);
+    EXPECT(rig_stats(&r).armed);
+    EXPECT_OK(tp_core_set_offload(r.core, false, &test_error));
+    EXPECT_OK(tp_core_set_offload(r.core, true, &test_error));
+    EXPECT_STATUS(tp_evict(r.core, a, &test_error), TP_BUSY);
+    rig_op(&r, 0, a, 48 * TP_KIB, 1, false);
+    EXPECT_OK(tp_evict(r.core, a, &test_error));
+    rig_close(&r);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+}
+
+TEST(one_block_in_use_does_not_keep_the_others_in_host) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0), b = rig_alloc(&r, 16 * TP_KIB, 0);
+    rig_op(&r, 0, a, 32 * TP_KIB, 1, true);
+    rig_op(&r, 0, b, 16 * TP_KIB, 2, true);
+    EXPECT_OK(tp_evict(r.core, a, &test_error));
+    EXPECT_OK(tp_evict(r.core, b, &test_error));
+    const tp_addr full = rig_alloc(&r, 64 * TP_KIB, 0);
+    EXPECT_OK(tp_pin(r.core, full, NULL, &test_error));
+    const tp_access access = {a, false};
+    tp_op op = {0};
+    tp_op_begin(r.core, &op, &access, 1, r.streams[0]); /* over HOST */
+    rig_op(&r, 0, b, 16 * TP_KIB, 2, false);            /* too; now used last */
+    tp_free(r.core, full);
+    EXPECT_OK(tp_core_set_offload(r.core, false, &test_error));
+    EXPECT_EQ(rig_info(&r, a).host_bytes, 32 * TP_KIB);
+    EXPECT_EQ(rig_info(&r, b).resident_bytes, 16 * TP_KIB);
+    tp_op_end(&op, NULL, 0, NULL);
+    tp_op_fini(&op);
+    rig_close(&r);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+}
+
+/* ---- captures ---------------------------------------------------------------------------------- */
+
+/* cuCtxRecordEvent would invalidate the user's capture. */
+TEST(no_context_wide_marker_is_recorded_during_a_capture) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0), b = rig_alloc(&r, 32 * TP_KIB, 0);
+    rig_op(&r, 0, a, 32 * TP_KIB, 1, true);
+    rig_drain(&r);
+    tp_capture_begin(r.core);
+    tp_sim_set_capturing(r.sim, r.streams[RIG_GATE], true);
+    const uint64_t before = fault_device_calls(r.dev, FAULT_EVENT_RECORD_CONTEXT);
+    EXPECT_EQ(tp_evict_all(r.core), 0);
+    EXPECT_STATUS(tp_evict(r.core, a, &test_error), TP_BUSY);
+    for (unsigned i = 0; i < RIG_GATE; i++) tp_record_stream(r.core, b, r.streams[i]);
+    EXPECT_EQ(fault_device_calls(r.dev, FAULT_EVENT_RECORD_CONTEXT), before);
+    tp_free(r.core, b);
+    EXPECT_EQ(fault_device_calls(r.dev, FAULT_EVENT_RECORD_CONTEXT), before);
+    tp_sim_set_capturing(r.sim, r.streams[RIG_GATE], false);
+    tp_capture_end(r.core);
+    tp_core_empty_cache(r.core); /* the deferred free has its marker now */
+    EXPECT(fault_device_calls(r.dev, FAULT_EVENT_RECORD_CONTEXT) > before);
+    EXPECT_EQ(rig_stats(&r).reserved.current, 32 * TP_KIB);
+    rig_close(&r);
+}
+
+/* ---- waits that end ---------------------------------------------------------------------------- */
+
+typedef struct request {
+    rig *r;
+    tp_addr addr;
+    size_t bytes;
+    tp_status status;
+} request;
+
+static void ask_alloc(void *arg) {
+    request *q = arg;
+    q->status = tp_alloc(q->r->core, q->bytes, q->r->streams[0], 0, &q->addr, NULL, NULL);
+}
+
+static void ask_budget(void *arg) {
+    request *q = arg;
+    q->status = tp_core_set_budget(q->r->core, q->bytes, TP_NO_LIMIT, NULL);
+}
+
+static void expect_alloc_ends_when_refused(fault_call call, bool written_back) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = 32 * TP_KIB});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    rig_op(&r, 0, a, 32 * TP_KIB, 1, true);
+    if (written_back) {
+        EXPECT_OK(tp_evict(r.core, a, &test_error));
+        rig_op(&r, 0, a, 32 * TP_KIB, 1, false);
+    }
+    fault_device_arm(r.dev, &(fault_plan){.nth = 1, .calls = 1u << call, .persistent = true});
+    request q = {.r = &r, .bytes = 16 * TP_KIB};
+    MUST(rig_returns(ask_alloc, &q, 20));
+    EXPECT(fault_device_fired(r.dev));
+    EXPECT_EQ(q.status, TP_OK); /* born in HOST, which needs neither */
+    EXPECT_EQ(rig_info(&r, q.addr).host_bytes, 16 * TP_KIB);
+    request lower = {.r = &r, .bytes = 16 * TP_KIB};
+    MUST(rig_returns(ask_budget, &lower, 20));
+    EXPECT_EQ(lower.status, TP_OUT_OF_MEMORY);
+    fault_device_disarm(r.dev);
+    EXPECT(!rig_stats(&r).failed);
+    rig_op(&r, 0, a, 32 * TP_KIB, 1, false);
+    rig_close(&r);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+}
+
+TEST(fault_in_every_copy_does_not_make_an_allocation_wait_for_ever) {
+    expect_alloc_ends_when_refused(FAULT_COPY, false);
+}
+
+TEST(fault_in_every_unmap_does_not_make_an_allocation_wait_for_ever) {
+    expect_alloc_ends_when_refused(FAULT_UNMAP, true);
+}
+
+typedef struct evicter {
+    rig *r;
+    tp_addr addr;
+    tp_status status;
+} evicter;
+
+static void *evict_one(void *arg) {
+    evicter *e = arg;
+    e->status = tp_evict(e->r->core, e->addr, NULL);
+    return NULL;
+}
+
+/* A block that becomes immovable while it is on its way out is not waited for. */
+TEST(eviction_of_a_block_that_became_immovable_is_called_off) {
+    rig r;
+    const tp_hooks none = {0};
+    rig_open(&r, &(rig_options){.budget_bytes = 32 * TP_KIB, .manual = true, .hooks = &none});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    rig_op(&r, 0, a, 32 * TP_KIB, 1, true);
+    rig_drain(&r);
+    evicter e = {&r, a, TP_OK};
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, evict_one, &e) == 0);
+    while (rig_info(&r, a).busy_count < 2) continue; /* write-backs queued; nothing runs them */
+    fault_device_arm(r.dev, &(fault_plan){.nth = 1, .calls = 1u << FAULT_EVENT_RECORD});
+    tp_op op = {0};
+    tp_op_begin(r.core, &op, NULL, 0, r.streams[1]);
+    tp_op_end(&op, &a, 1, NULL); /* an output whose use cannot be marked */
+    tp_op_fini(&op);
+    EXPECT(fault_device_fired(r.dev));
+    fault_device_disarm(r.dev);
+    request q = {.r = &r, .bytes = 16 * TP_KIB};
+    MUST(rig_returns(ask_alloc, &q, 20));
+    EXPECT_EQ(q.status, TP_OK);
+    MUST(pthread_join(thread, NULL) == 0);
+    EXPECT_EQ(e.status, TP_BUSY);
+    EXPECT_EQ(rig_info(&r, a).resident_bytes, 32 * TP_KIB);
+    rig_close(&r);
+}
+
+static void use_after_abandon(void *arg) {
+    request *q = arg;
+    rig_op(q->r, 0, q->addr, 32 * TP_KIB, 1, false);
+    tp_core_empty_cache(q->r->core);
+    (void)tp_evict_all(q->r->core);
+    EXPECT_STATUS(tp_evict(q->r->core, q->addr, &test_error), TP_FAILED);
+    EXPECT_OK(tp_core_set_offload(q->r->core, false, &test_error));
+}
+
+TEST(nothing_waits_for_the_thread_after_it_was_abandoned) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0), b = rig_alloc(&r, 32 * TP_KIB, 0);
+    rig_op(&r, 0, a, 32 * TP_KIB, 1, true);
+    EXPECT_OK(tp_evict(r.core, a, &test_error));
+    tp_free(r.core, b);
+    tp_core_abandon(r.core);
+    request q = {.r = &r, .addr = a};
+    MUST(rig_returns(use_after_abandon, &q, 20));
+    EXPECT_EQ(rig_info(&r, a).host_bytes, 32 * TP_KIB); /* read where it was */
+    tp_addr c = 0;
+    EXPECT_STATUS(tp_alloc(r.core, 4096, NULL, 0, &c, NULL, &test_error), TP_FAILED);
+    rig_close(&r);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+}
+
+/* ---- pins -------------------------------------------------------------------------------------- */
+
+typedef struct two_ops {
+    rig *r;
+    tp_op op[2];
+    atomic_bool waited;
+    request q;
+} two_ops;
+
+static void end_one(two_ops *it, unsigned idx) { tp_op_end(&it->op[idx], NULL, 0, NULL); }
+
+static void *end_in_wait(void *ctx) {
+    two_ops *it = ctx;
+    if (!atomic_exchange(&it->waited, true)) end_one(it, 1);
+    return NULL;
+}
+
+static void end_then_alloc(void *arg) {
+    two_ops *it = arg;
+    end_one(it, 0);
+    ask_alloc(&it->q);
+}
+
+/* An operator ended on another thread than it began on; that thread still waits for the pins of
+ * others. */
+TEST(thread_that_ended_an_operator_of_another_one_keeps_its_patience) {
+    rig r;
+    two_ops it = {.r = &r, .q = {.r = &r, .bytes = 32 * TP_KIB}};
+    const tp_hooks hooks = {.ctx = &it, .wait_begin = end_in_wait};
+    rig_open(&r, &(rig_options){.budget_bytes = 32 * TP_KIB, .hooks = &hooks});
+    const tp_access access = {rig_alloc(&r, 32 * TP_KIB, 0), true};
+    for (unsigned i = 0; i < 2; i++) tp_op_begin(r.core, &it.op[i], &access, 1, r.streams[0]);
+    MUST(rig_returns(end_then_alloc, &it, 20));
+    EXPECT(atomic_load(&it.waited));
+    EXPECT_EQ(it.q.status, TP_OK);
+    EXPECT_EQ(rig_info(&r, it.q.addr).resident_bytes, 32 * TP_KIB);
+    for (unsigned i = 0; i < 2; i++) tp_op_fini(&it.op[i]);
+    rig_close(&r);
+}
+
+/* ---- frames ------------------------------------------------------------------------------------ */
+
+/* Other programs use the card, too: the budget is more than the device has. */
+TEST(free_frames_of_other_sizes_make_room_on_a_device_smaller_than_the_budget) {
+    rig r;
+    rig_open(&r, &(rig_options){.device_bytes = 64 * TP_KIB, .budget_bytes = 256 * TP_KIB,
+                                .no_offload = true});
+    const tp_addr a = rig_alloc(&r, 64 * TP_KIB, 0);
+    tp_free(r.core, a);
+    const tp_addr b = rig_alloc(&r, 8 * TP_KIB, 0);
+    EXPECT_EQ(rig_info(&r, b).resident_bytes, 8 * TP_KIB);
+    rig_close(&r);
+}
+
+/* Nothing is lost when a fill cannot be mapped and the old mapping not restored. */
+TEST(fault_in_both_mappings_of_a_fill_loses_no_frame) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    rig_op(&r, 0, a, 32 * TP_KIB, 1, true);
+    EXPECT_OK(tp_evict(r.core, a, &test_error));
+    rig_drain(&r);
+    fault_device_arm(r.dev, &(fault_plan){.nth = 1, .calls = 1u << FAULT_MAP, .persistent = true});
+    EXPECT_OK(tp_touch(r.core, a, false, r.streams[0], &test_error));
+    fault_device_disarm(r.dev);
+    EXPECT(rig_stats(&r).failed);
+    rig_close(&r); /* a sanitizer counts what is left */
+}
+
+/* ---- the hook that is armed -------------------------------------------------------------------- */
+
+typedef struct arming {
+    rig *r;
+    atomic_bool armed, in_disarm, other_done;
+} arming;
+
+static void hook_arm(void *ctx, bool armed) {
+    arming *it = ctx;
+    if (!armed) {
+        atomic_store(&it->in_disarm, true);
+        while (!atomic_load(&it->other_done)) continue;
+    }
+    atomic_store(&it->armed, armed);
+}
+
+static void *offload_ends(void *arg) {
+    arming *it = arg;
+    EXPECT_OK(tp_core_set_offload(it->r->core, false, &test_error));
+    return NULL;
+}
+
+TEST(last_word_about_arming_is_the_truth) {
+    rig r;
+    arming it = {.r = &r};
+    const tp_hooks hooks = {.ctx = &it, .arm = hook_arm};
+    rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB, .hooks = &hooks});
+    (void)rig_alloc(&r, 48 * TP_KIB, 0);
+    EXPECT(atomic_load(&it.armed));
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, offload_ends, &it) == 0);
+    while (!atomic_load(&it.in_disarm)) continue;
+    EXPECT_OK(tp_core_set_offload(r.core, true, &test_error)); /* arms again at once */
+    EXPECT(rig_stats(&r).armed);
+    atomic_store(&it.other_done, true);
+    MUST(pthread_join(thread, NULL) == 0);
+    EXPECT_EQ(atomic_load(&it.armed), rig_stats(&r).armed);
+    rig_close(&r);
+}
