@@ -56,7 +56,7 @@ test-py: build ## the Python tests
 
 test-gpu: ## on a GPU machine, with its own python and torch: C contract on CUDA, then tests/gpu
 	$(PYTHON) setup.py --quiet build_ext --inplace
-	timeout 180 $(MAKE) -C tests/c test-cuda
+	timeout 180 $(MAKE) -C tests/c test TESTS='test_device_contract test_cuda_api' ARGS='*cuda*'
 	$(IN_PLACE) timeout --signal=INT --kill-after=30 480 \
 	    $(PYTHON) -X faulthandler -m pytest -x tests/gpu $(PYTEST_ARGS)
 

@@ -1,11 +1,11 @@
 """Build torchpager's extension modules against the PyTorch that is installed.
 
-``torchpager._core`` is plain C and links nothing of torch, CUDA or libpython. ``_torch_cpu`` and
-``_torch_cuda`` are the C++ glue, built for one torch minor; ``_torch_cuda`` only where torch has
-CUDA. ``torchpager/_build.py`` is written beside them and says what they were built against.
+``torchpager._core`` is plain C and links nothing of torch, CUDA or libpython. ``_torch_cpu``
+and ``_torch_cuda`` are the C++ glue, built for one torch minor; ``_torch_cuda`` only where
+torch has CUDA. ``torchpager/_build.py``, beside them, says what they were built against.
 
-Environment: TORCHPAGER_NO_CUDA=1 leaves ``_torch_cuda`` out; TORCHPAGER_DEBUG_BUILD=1 switches the
-C core's checks on; TORCHPAGER_JOBS bounds the number of compilers that run at once.
+Environment: TORCHPAGER_NO_CUDA=1 leaves ``_torch_cuda`` out; TORCHPAGER_DEBUG_BUILD=1 switches
+the C core's checks on; TORCHPAGER_JOBS bounds the number of compilers that run at once.
 """
 
 from __future__ import annotations
@@ -33,23 +33,70 @@ CORE_BIND = ("cores.c", "module.c", "oom_text.c", "torch_entry.c")
 CPU_SOURCES = ("torch_hook.cpp", "torch_cpu.cpp")
 CUDA_SOURCES = ("torch_cuda.cpp",)
 
-# Virtual functions of the allocator interface, by whether every supported torch has them. A name
-# that is in neither set stops the build: a function that is not forwarded would silently answer
-# with the base class's default.
+# Virtual functions of the allocator interface, by whether every supported torch has them. A
+# name that is in neither set stops the build: a function that is not forwarded would silently
+# answer with the base class's default.
 FORWARDED = frozenset(
-    """allocate is_simple_data_ptr raw_deleter copy_data initialized emptyCache recordStream
-    getDeviceStats resetAccumulatedStats resetPeakStats getMemoryInfo raw_alloc
-    raw_alloc_with_stream raw_delete init getMemoryFraction setMemoryFraction
-    getExpandableSegmentSizes enable isEnabled cacheInfo getBaseAllocation snapshot
-    beginAllocateToPool endAllocateToPool releasePool getPoolUseCount createOrIncrefPool
-    setUseOnOOM setNoSplit checkPoolLiveAllocations shareIpcHandle getIpcDevPtr isHistoryEnabled
-    recordHistory recordAnnotation pushCompileContext popCompileContext setUserMetadata
-    getUserMetadata attachOutOfMemoryObserver attachAllocatorTraceTracker enablePeerAccess
-    memcpyAsync getCheckpointState setCheckpointPoolState name""".split()
+    (
+        "allocate",
+        "is_simple_data_ptr",
+        "raw_deleter",
+        "copy_data",
+        "initialized",
+        "emptyCache",
+        "recordStream",
+        "getDeviceStats",
+        "resetAccumulatedStats",
+        "resetPeakStats",
+        "getMemoryInfo",
+        "raw_alloc",
+        "raw_alloc_with_stream",
+        "raw_delete",
+        "init",
+        "getMemoryFraction",
+        "setMemoryFraction",
+        "getExpandableSegmentSizes",
+        "enable",
+        "isEnabled",
+        "cacheInfo",
+        "getBaseAllocation",
+        "snapshot",
+        "beginAllocateToPool",
+        "endAllocateToPool",
+        "releasePool",
+        "getPoolUseCount",
+        "createOrIncrefPool",
+        "setUseOnOOM",
+        "setNoSplit",
+        "checkPoolLiveAllocations",
+        "shareIpcHandle",
+        "getIpcDevPtr",
+        "isHistoryEnabled",
+        "recordHistory",
+        "recordAnnotation",
+        "pushCompileContext",
+        "popCompileContext",
+        "setUserMetadata",
+        "getUserMetadata",
+        "attachOutOfMemoryObserver",
+        "attachAllocatorTraceTracker",
+        "enablePeerAccess",
+        "memcpyAsync",
+        "getCheckpointState",
+        "setCheckpointPoolState",
+        "name",
+    )
 )
 FORWARDED_IF_PRESENT = frozenset(
-    """markCaptureBegin markCaptureEnd getContextForPointer supportsUserMetadata annotateMemory
-    attachOomRejectionObserver allocateWithAddress""".split()
+    (
+        "markCaptureBegin",
+        "markCaptureEnd",
+        "getContextForPointer",
+        "supportsUserMetadata",
+        "annotateMemory",
+        "attachOomRejectionObserver",
+        "allocateWithAddress",
+    )
 )
 INTERFACE = (
     ("c10/core/Allocator.h", "Allocator"),
@@ -110,16 +157,16 @@ def find_torch() -> Torch:
         import torch
     except ImportError as error:
         raise BuildError(
-            f"PyTorch is not installed in this environment ({error}). Install it first, then build "
-            "without isolation:\n    pip install torch setuptools wheel\n"
+            f"PyTorch is not installed in this environment ({error}). Install it first, then "
+            "build without isolation:\n    pip install torch setuptools wheel\n"
             "    pip install --no-build-isolation ."
         ) from None
     package = Path(torch.__file__).parent
     includes = [package / "include", package / "include/torch/csrc/api/include"]
     if not (includes[0] / "ATen/record_function.h").is_file():
         raise BuildError(
-            f"this PyTorch ({package}) comes without its C++ headers. Install a wheel from PyPI or "
-            "pytorch.org:\n    pip install --force-reinstall torch"
+            f"this PyTorch ({package}) comes without its C++ headers. Install a wheel from "
+            "PyPI or pytorch.org:\n    pip install --force-reinstall torch"
         )
     return Torch(
         version=torch.__version__.split("+")[0],
@@ -131,7 +178,7 @@ def find_torch() -> Torch:
 
 
 def cuda_include_sets(torch_include: Path) -> list[list[Path]]:
-    """Where CUDA headers may be, best first; each entry is a set of directories used together."""
+    """Where CUDA headers may be, best first; the directories of an entry go together."""
     sets = []
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
@@ -182,24 +229,22 @@ def virtual_names(header: Path, name: str) -> set[str]:
 
 
 def interface_macros(torch: Torch) -> list[tuple[str, str | None]]:
-    """TP_TORCH_HAS_<name> for what this torch has; an error for what the wrapper does not know."""
+    """TP_TORCH_HAS_<name> for what this torch has; an error for what is not forwarded."""
     found: set[str] = set()
     for header, name in INTERFACE:
         found |= virtual_names(torch.include / header, name)
     unknown = sorted(found - FORWARDED - FORWARDED_IF_PRESENT)
     if unknown:
         raise BuildError(
-            f"the CUDA allocator of torch {torch.version} has functions that this torchpager does "
-            f"not forward: {', '.join(unknown)}. Use a newer torchpager, an older torch, or "
-            "TORCHPAGER_NO_CUDA=1."
+            f"the CUDA allocator of torch {torch.version} has functions that this torchpager "
+            f"does not forward: {', '.join(unknown)}. Use a newer torchpager, an older torch, "
+            "or TORCHPAGER_NO_CUDA=1."
         )
     return [(f"TP_TORCH_HAS_{each}", "1") for each in sorted(found & FORWARDED_IF_PRESENT)]
 
 
 def core_sources() -> list[str]:
-    files = sorted(
-        path for part in CORE_DIRS for path in (ROOT / CSRC / part).glob("*.c")
-    )
+    files = sorted(path for part in CORE_DIRS for path in (ROOT / CSRC / part).glob("*.c"))
     files += [ROOT / CSRC / "tp.c"]
     files += [ROOT / CSRC / "bind" / name for name in CORE_BIND]
     return [str(path.relative_to(ROOT)) for path in files]
@@ -214,7 +259,7 @@ def headers(*, of_core: bool) -> list[str]:
 
 
 def core_extension() -> Extension:
-    macros: list[tuple[str, str | None]] = [("NDEBUG", None), ("_GNU_SOURCE", None)]
+    macros: list[tuple[str, str | None]] = [("NDEBUG", None)]
     if flag("TORCHPAGER_DEBUG_BUILD"):
         macros.append(("TP_DEBUG", "1"))
     return Extension(
@@ -222,7 +267,13 @@ def core_extension() -> Extension:
         core_sources(),
         include_dirs=[CSRC],
         define_macros=macros,
-        extra_compile_args=["-std=c11", "-O2", "-fexceptions", "-fvisibility=hidden", "-pthread"],
+        extra_compile_args=[
+            "-std=c11",
+            "-O2",
+            "-fexceptions",
+            "-fvisibility=hidden",
+            "-pthread",
+        ],
         extra_link_args=["-pthread", "-ldl"],
         depends=headers(of_core=True),
         language="c",
@@ -238,7 +289,9 @@ def glue_extension(
     include_dirs: list[str],
     libraries: list[str],
 ) -> Extension:
-    system = [arg for path in (*torch.include_dirs, *include_dirs) for arg in ("-isystem", path)]
+    system = [
+        arg for path in (*torch.include_dirs, *include_dirs) for arg in ("-isystem", path)
+    ]
     return Extension(
         f"torchpager.{name}",
         [f"{CSRC}/bind/{source}" for source in sources],

@@ -13,6 +13,8 @@
 #include "pager/resize.h"
 #include "pager/small.h"
 
+#define EXTENT_BYTES_MAX (64 * TP_GIB) /* pools have a list for each size */
+
 struct tp_core {
     tp_pager pager;
     tp_small small; /* used when config.serve_small */
@@ -44,7 +46,12 @@ tp_status tp_core_create(const tp_config *config, tp_device *dev, tp_core **out,
     }
     core->serve_small = config->serve_small;
     tp_small_init(&core->small);
-    const tp_status status = tp_pager_init(&core->pager, config, dev, error);
+    tp_status status = TP_OK;
+    if (config->device_budget_bytes == 0 || config->extent_max_bytes > EXTENT_BYTES_MAX) {
+        status = tp_error_set(error, TP_INVALID, "a budget of %zu bytes, extents of %zu bytes",
+                              config->device_budget_bytes, config->extent_max_bytes);
+    }
+    if (status == TP_OK) status = tp_pager_init(&core->pager, config, dev, error);
     if (status != TP_OK) {
         dev->ops->destroy(dev);
         free(core);

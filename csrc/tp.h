@@ -60,7 +60,7 @@ TP_API void tp_core_get_budget(tp_core *core, size_t *device_bytes, size_t *host
 TP_API TP_MUST_USE tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error);
 TP_API void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks);
 /* Makes room in the budget for `bytes` more of the foreign allocator: gives up cached frames, then
- * evicts. *granted_cap_bytes: what the foreign allocator may hold now. May wait. */
+ * evicts, then tells it through foreign_cap. *granted_cap_bytes: what it may hold now. May wait. */
 TP_API TP_MUST_USE tp_status tp_core_yield_to_foreign(tp_core *core, size_t bytes,
                                                       size_t *granted_cap_bytes, tp_error *error);
 /* Gives every cached block and free frame back to the device, behind their markers. May wait. */

@@ -569,6 +569,7 @@ static int put_tallies(PyObject *dict, const tp_stats *stats) {
     bad |= put_tally(dict, "evictions", &stats->evictions);
     bad |= put_tally(dict, "misses", &stats->misses);
     bad |= put_tally(dict, "stalls", &stats->stalls);
+    bad |= put_tally(dict, "memory_stalls", &stats->memory_stalls);
     bad |= put_tally(dict, "host_operators", &stats->host_operators);
     bad |= put_tally(dict, "discards", &stats->discards);
     bad |= put_tally(dict, "frame_creates", &stats->frame_creates);

@@ -167,13 +167,9 @@ size_t segment_bytes(size_t bytes) {
 }
 
 /* Lets the native allocator grow by a request it could not serve. False: no room. */
-bool make_room(tp_core *core, int device, size_t bytes, tp_error *error) {
-    size_t granted = 0;
-    if (tp_core_yield_to_foreign(core, segment_bytes(bytes), &granted, error) != TP_OK) {
-        return false;
-    }
-    (void)foreign_cap(device, granted);
-    return true;
+bool make_room(tp_core *core, size_t bytes, tp_error *error) {
+    size_t granted = 0; /* the core has told the native allocator already */
+    return tp_core_yield_to_foreign(core, segment_bytes(bytes), &granted, error) == TP_OK;
 }
 
 [[noreturn]] void throw_native_oom(tp_core *core, int device, size_t bytes,
@@ -211,7 +207,7 @@ template <class Call> auto native_with_room(int device, size_t bytes, Call call)
         if (attempt == 2) break;
         if (attempt == 1) foreign_flush(device);
         error = tp_error{};
-        (void)make_room(core, device, bytes, &error);
+        (void)make_room(core, bytes, &error);
     }
     throw_native_oom(core, device, bytes, error);
 }

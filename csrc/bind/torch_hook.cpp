@@ -565,8 +565,8 @@ void collect_operands(Thread *thread, const OperatorUse &use,
     }
 }
 
-/* Where the blocks adopted by an ending operator go: the next operator outwards. Null, also when
- * host memory is short: they are unpinned now. */
+/* Where the blocks adopted by an ending operator go: the next operator outwards. Null, also
+ * when host memory is short: they are unpinned now. */
 CoreOp *parent_of(const CoreOp &op, Frame *outer) noexcept {
     for (Frame *frame = outer; frame != nullptr; frame = frame->outer) {
         if (CoreOp *parent = find(frame, op.core)) return parent;

@@ -54,19 +54,32 @@ void tp_frame_pool_put(tp_frame_pool *pool, tp_frame *frame) {
     pool->free_bytes += frame->bytes;
 }
 
+/* Moves free frames of one size to `out` until `bytes` are there. */
+static size_t strip_class(tp_frame_pool *pool, uint32_t idx, size_t bytes, tp_link *out) {
+    size_t got = 0;
+    tp_link *head = &pool->free[idx];
+    for (tp_link *link = head->next, *next; link != head && got < bytes; link = next) {
+        next = link->next;
+        tp_frame *frame = TP_CONTAINER(link, tp_frame, link);
+        if (frame->map_count > 0) continue;
+        tp_list_remove(link);
+        pool->free_bytes -= frame->bytes;
+        got += frame->bytes;
+        tp_list_push_back(out, link);
+    }
+    return got;
+}
+
 size_t tp_frame_pool_strip(tp_frame_pool *pool, size_t bytes, tp_link *out) {
+    if (bytes == 0) return 0;
+    const size_t granules = bytes / pool->granularity_bytes + (bytes % pool->granularity_bytes != 0);
+    for (size_t i = granules; i <= pool->class_count; i++) {
+        const size_t got = strip_class(pool, (uint32_t)i - 1, 1, out);
+        if (got > 0) return got;
+    }
     size_t got = 0;
     for (uint32_t i = pool->class_count; i > 0 && got < bytes && pool->free_bytes > 0; i--) {
-        tp_link *head = &pool->free[i - 1];
-        for (tp_link *link = head->next, *next; link != head && got < bytes; link = next) {
-            next = link->next;
-            tp_frame *frame = TP_CONTAINER(link, tp_frame, link);
-            if (frame->map_count > 0) continue;
-            tp_list_remove(link);
-            pool->free_bytes -= frame->bytes;
-            got += frame->bytes;
-            tp_list_push_back(out, link);
-        }
+        got += strip_class(pool, i - 1, bytes - got, out);
     }
     return got;
 }

@@ -42,8 +42,9 @@ void tp_frame_pool_fini(tp_frame_pool *pool);
  * before their old block was freed may use them. */
 tp_frame *tp_frame_pool_take(tp_frame_pool *pool, size_t bytes);
 void tp_frame_pool_put(tp_frame_pool *pool, tp_frame *frame);
-/* Takes free frames, largest first, with at least `bytes` in all if there are that many, out of the
- * pool and into `out` (a list head). Frames still mapped somewhere stay. Returns their bytes. */
+/* Takes free frames with at least `bytes` in all, if there are that many, out of the pool and into
+ * `out` (a list head): the smallest one that is large enough, else the largest ones. Frames still
+ * mapped somewhere stay. Returns their bytes. */
 size_t tp_frame_pool_strip(tp_frame_pool *pool, size_t bytes, tp_link *out);
 
 /* Makes a frame and its window. Lock not held; `created_bytes` was raised by the caller first. */

@@ -82,6 +82,7 @@ static tp_block *block_new(tp_space *space, uint32_t extent_count) {
         if (block == NULL) return NULL;
         tp_list_init(&block->lru);
         tp_list_init(&block->size);
+        tp_list_init(&block->ahead_link);
     }
     if (block->extent_capacity < extent_count) {
         tp_extent *extents = realloc(block->extents, extent_count * sizeof *extents);

@@ -127,6 +127,7 @@ static operands look(const tp_op *op) {
 /* `first`: not a second try of the same operator, whose misses have been noted. */
 static void pin_all(tp_pager *pager, tp_op *op, const tp_access *accesses, size_t count,
                     bool first) {
+    const uint64_t began = pager->use_clock;
     for (size_t i = 0; i < count; i++) {
         tp_block *block = tp_block_live(pager, accesses[i].addr);
         if (block == NULL) continue;
@@ -140,7 +141,10 @@ static void pin_all(tp_pager *pager, tp_op *op, const tp_access *accesses, size_
         block->op_pins++;
         pager->op_pin_total++;
         tp_thread_pins++;
-        if (first && (block->ahead || anything_in_host(block))) tp_readahead_note(pager, block);
+const bool again = block->stamp > began; /* an operand twice */
+        if (first && !again && (block->ahead || anything_in_host(block))) {
+            tp_readahead_note(pager, block);
+        }
         lru_touch(pager, block);
         cancel_evictions(pager, block);
     }
@@ -242,7 +246,8 @@ static void count_misses(tp_pager *pager, const tp_op *op) {
         const tp_block *block = op->pins[i].block;
         for (uint32_t k = 0; pin_holds(&op->pins[i]) && k < block->extent_count; k++) {
             const tp_extent *extent = &block->extents[k];
-            if (!tp_extent_resident(extent->state)) {
+            /* What is being filled already, for another operator or ahead of need, is late. */
+            if (extent->state == TP_EXTENT_HOST && !tp_fill_queued(extent)) {
                 tp_tally_add(&pager->stats.misses, extent->bytes, 0);
             }
         }

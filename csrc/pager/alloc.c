@@ -79,16 +79,32 @@ static tp_block *cache_take(tp_pager *pager, size_t bytes, tp_stream stream) {
     return NULL;
 }
 
-/* Maps a frame at an extent of a block that nobody else can see. Drops the lock. */
-static tp_status map_born(tp_pager *pager, tp_extent *extent, tp_frame *frame, tp_error *error) {
+/* Maps the device (or host) frames of a block that nobody else can see. Drops the lock. */
+static tp_status map_born(tp_pager *pager, tp_block *block, tp_frame_kind kind, tp_error *error) {
+    pager->mapping_count++;
     tp_lock_drop(&pager->lock);
-    const tp_status status =
-        pager->dev->ops->map(pager->dev, extent->addr, extent->bytes, frame->handle, error);
+    tp_status status = TP_OK;
+    uint32_t mapped = 0;
+    while (status == TP_OK && mapped < block->extent_count) {
+        const tp_extent *extent = &block->extents[mapped];
+        const tp_frame *frame = kind == TP_FRAME_DEVICE ? extent->device : extent->host;
+        status = pager->dev->ops->map(pager->dev, extent->addr, extent->bytes, frame->handle, error);
+        if (status == TP_OK) mapped++;
+    }
     tp_lock_take(&pager->lock);
-    if (status != TP_OK) return status;
-    frame->map_count++;
-    extent->mapped = frame;
-    return TP_OK;
+    if (--pager->mapping_count == 0) tp_pager_wake(pager);
+    for (uint32_t i = 0; i < mapped; i++) {
+        tp_extent *extent = &block->extents[i];
+        extent->mapped = kind == TP_FRAME_DEVICE ? extent->device : extent->host;
+        extent->mapped->map_count++;
+    }
+    return status;
+}
+
+static void become_all(tp_pager *pager, tp_block *block, tp_extent_state state) {
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        tp_extent_become(pager, &block->extents[i], state);
+    }
 }
 
 /* Takes back what was done to a block that could not be born. Drops the lock. */
@@ -100,7 +116,7 @@ static void unborn(tp_pager *pager, tp_block *block) {
     finish(pager, block, unmapped, status);
 }
 
-/* Gives every extent a host frame, and maps it unless strict. */
+/* Gives every extent a host frame, and maps it. */
 static tp_status bear_in_host(tp_pager *pager, tp_block *block, tp_error *error) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
@@ -110,12 +126,11 @@ static tp_status bear_in_host(tp_pager *pager, tp_block *block, tp_error *error)
         }
         extent->host = tp_reclaim_host_frame(pager, extent->bytes);
         if (extent->host == NULL) return TP_NO_HOST_MEMORY;
-        if (!pager->strict) {
-            const tp_status status = map_born(pager, extent, extent->host, error);
-            if (status != TP_OK) return status;
-        }
-        tp_extent_become(pager, extent, TP_EXTENT_HOST);
     }
+    /* Mapped in strict mode too: the operator that asked for it is about to use it. */
+    const tp_status status = map_born(pager, block, TP_FRAME_HOST, error);
+    if (status != TP_OK) return status;
+    become_all(pager, block, TP_EXTENT_HOST);
     return TP_OK;
 }
 
@@ -152,16 +167,6 @@ static tp_status bear_on_device(tp_pager *pager, tp_block *block, tp_stream stre
     return status;
 }
 
-static tp_status map_on_device(tp_pager *pager, tp_block *block, tp_error *error) {
-    for (uint32_t i = 0; i < block->extent_count; i++) {
-        tp_extent *extent = &block->extents[i];
-        const tp_status status = map_born(pager, extent, extent->device, error);
-        if (status != TP_OK) return status;
-        tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
-    }
-    return TP_OK;
-}
-
 static tp_status bear(tp_pager *pager, tp_block *block, tp_stream stream, tp_status *device_status,
                       tp_error *error) {
     /* What no amount of evicting can make room for goes to the host at once. */
@@ -172,7 +177,11 @@ static tp_status bear(tp_pager *pager, tp_block *block, tp_stream stream, tp_sta
         status = bear_on_device(pager, block, stream, !pager->offload, device_status);
     }
     if (pager->failed != TP_OK) return pager->failed;
-    if (status == TP_OK) return map_on_device(pager, block, error);
+    if (status == TP_OK) {
+        status = map_born(pager, block, TP_FRAME_DEVICE, error);
+        if (status == TP_OK) become_all(pager, block, TP_EXTENT_DIRTY);
+        return status;
+    }
     if (!pager->offload || !pager->dev->caps.host_frames) return status;
     status = bear_in_host(pager, block, error);
     if (status == TP_OK) pager->stats.born_in_host++;
@@ -238,6 +247,13 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     pager->stats.alloc_count++;
 }
 
+/* What the budgets can never hold takes no addresses: they are not given back. */
+static tp_status fits_at_all(const tp_pager *pager, size_t bytes) {
+    if (bytes <= pager->budget.limit_bytes) return TP_OK;
+    if (!pager->offload || !pager->dev->caps.host_frames) return TP_OUT_OF_MEMORY;
+    return bytes <= pager->budget.host_limit_bytes ? TP_OK : TP_NO_HOST_MEMORY;
+}
+
 tp_status tp_block_alloc(tp_pager *pager, size_t bytes, tp_stream stream, uint32_t flags,
                          tp_addr *out, tp_oom *oom, tp_error *error) {
     if (pager->failed != TP_OK || pager->abandoned) {
@@ -251,7 +267,8 @@ tp_status tp_block_alloc(tp_pager *pager, size_t bytes, tp_stream stream, uint32
     const size_t rounded = tp_round_up(bytes, pager->space.granularity_bytes);
     tp_block *block = cache_take(pager, rounded, stream);
     if (block == NULL) {
-        status = tp_space_take(&pager->space, bytes, &block, error);
+        status = fits_at_all(pager, bytes);
+        if (status == TP_OK) status = tp_space_take(&pager->space, bytes, &block, error);
         if (status != TP_OK) return fail_alloc(pager, bytes, status, TP_OK, oom, error);
         tp_status device_status = TP_OK;
         tp_error detail = {0};

@@ -128,7 +128,9 @@ static bool evict(tp_pager *pager, tp_extent *extent) {
         leave_flight(extent);
         return true;
     }
-    if (!may_remap(pager, extent)) return false;
+    /* The driver lets one thread at a time change mappings, and a host frame takes it a millisecond:
+     * an allocation does not wait behind evictions if it can be helped. */
+    if (pager->mapping_count > 0 || !may_remap(pager, extent)) return false;
     if (remap(pager, extent, pager->strict ? NULL : extent->host, &pager->stats.evictions) !=
         TP_OK) {
         set_back(pager);

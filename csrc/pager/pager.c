@@ -122,6 +122,7 @@ static void init_lists(tp_pager *pager) {
     tp_list_init(&pager->retiring);
     tp_list_init(&pager->deferred);
     tp_list_init(&pager->inflight);
+    tp_list_init(&pager->ahead_blocks);
 }
 
 static tp_status init_memory(tp_pager *pager, const tp_config *config, tp_error *error) {

@@ -57,6 +57,7 @@ typedef struct tp_pager {
     tp_link inflight; /* extents: see tp_extent.inflight */
     uint32_t copying[2]; /* copies the device has been given and not been seen to finish, by tp_copy_dir */
     bool remapping; /* the thread changes the mapping of a live block, with the lock dropped */
+    uint32_t mapping_count;   /* blocks being mapped by allocating threads, likewise */
     uint32_t unmapping_count; /* blocks being unmapped with the lock dropped */
     uint64_t op_pin_total, waiting_pin_total; /* sums over the live blocks */
 
@@ -80,7 +81,8 @@ typedef struct tp_pager {
     tp_status failed;
 
     uint64_t use_clock; /* uses of blocks so far */
-    tp_trend trend;
+    tp_runs runs;
+    tp_link ahead_blocks; /* brought ahead of their use, oldest first */
     tp_ahead ahead[TP_AHEAD_MAX]; /* collected by tp_readahead_note */
     uint32_t ahead_count;
     size_t ahead_bytes; /* of the blocks that are ahead of their use */

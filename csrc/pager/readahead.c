@@ -5,14 +5,43 @@
 #include "pager/fill.h"
 #include "pager/pager.h"
 
-enum { WALK_MAX = 256 }; /* neighbours looked at, resident ones included */
+enum {
+    WALK_MAX = 256,    /* neighbours looked at, resident ones included */
+    REACH = 256,       /* uses between two misses of one run, at most */
+    FORGET_AFTER = 64  /* notes without a touch after which a block brought ahead is forgotten */
+};
 
-int tp_trend_note(tp_trend *trend, uint64_t stamp) {
-    const uint32_t place = trend->count % TP_TREND_LAST;
-    const uint64_t before = trend->stamps[place];
-    const bool full = trend->count >= TP_TREND_LAST;
-    trend->stamps[place] = stamp;
-    trend->count++;
+static uint64_t distance(uint64_t a, uint64_t b) { return a > b ? a - b : b - a; }
+
+static uint64_t last_stamp(const tp_run *run) {
+    return run->stamps[(run->count - 1) % TP_RUN_LAST];
+}
+
+/* The run nearest to `stamp` within reach, else the one that has been idle longest, begun anew. */
+static tp_run *run_of(tp_runs *runs, uint64_t stamp) {
+    tp_run *nearest = NULL, *idle = &runs->at[0];
+    for (uint32_t i = 0; i < TP_RUNS_MAX; i++) {
+        tp_run *run = &runs->at[i];
+        if (run->last_note < idle->last_note) idle = run;
+        if (run->count == 0 || distance(last_stamp(run), stamp) > REACH) continue;
+        if (nearest == NULL ||
+            distance(last_stamp(run), stamp) < distance(last_stamp(nearest), stamp)) {
+            nearest = run;
+        }
+    }
+    if (nearest != NULL) return nearest;
+    *idle = (tp_run){0};
+    return idle;
+}
+
+int tp_runs_note(tp_runs *runs, uint64_t stamp) {
+    tp_run *run = run_of(runs, stamp);
+    const uint32_t place = run->count % TP_RUN_LAST;
+    const uint64_t before = run->stamps[place];
+    const bool full = run->count >= TP_RUN_LAST;
+    run->stamps[place] = stamp;
+    run->count++;
+    run->last_note = ++runs->note_count;
     if (!full || stamp == before) return 0;
     return stamp > before ? 1 : -1;
 }
@@ -33,12 +62,23 @@ static size_t host_bytes(const tp_block *block) {
 void tp_readahead_forget(tp_pager *pager, tp_block *block) {
     if (!block->ahead) return;
     block->ahead = false;
+    tp_list_remove(&block->ahead_link);
     pager->ahead_bytes -= block->bytes;
 }
 
+/* The oldest come first in the list. */
+static void forget_stale(tp_pager *pager) {
+    while (!tp_list_empty(&pager->ahead_blocks)) {
+        tp_block *block = TP_CONTAINER(pager->ahead_blocks.next, tp_block, ahead_link);
+        if (pager->runs.note_count - block->ahead_note <= FORGET_AFTER) break;
+        tp_readahead_forget(pager, block);
+    }
+}
+
 void tp_readahead_note(tp_pager *pager, tp_block *block) {
-    const int direction = tp_trend_note(&pager->trend, block->stamp);
+    const int direction = tp_runs_note(&pager->runs, block->stamp);
     tp_readahead_forget(pager, block);
+    forget_stale(pager);
     pager->ahead_count = 0;
     if (direction == 0 || !pager->offload || pager->page_out_before_op) return;
     size_t room = tp_sub_floor(window_bytes(pager), pager->ahead_bytes);
@@ -69,6 +109,8 @@ static bool bring_ahead(tp_pager *pager, tp_ahead it) {
     if (block->generation != it.generation || block->life != TP_BLOCK_LIVE) return true;
     if (block->ahead || !memory_to_spare(pager, block->bytes)) return false;
     block->ahead = true;
+    block->ahead_note = pager->runs.note_count;
+    tp_list_push_back(&pager->ahead_blocks, &block->ahead_link);
     pager->ahead_bytes += block->bytes;
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];

@@ -3,33 +3,43 @@
  *
  * A forward pass, a backward pass, an optimizer step and a decoding loop all do: what was used next
  * to the block missed now is needed next. The order of last use is the list of live blocks itself.
- * The direction is the trend of the last misses' positions, as operating systems detect sequential
- * reads; a block brought ahead counts as a miss when it is touched, so that a run goes on.
- * Only memory that is free is used, and no more than a window of blocks not touched yet is out.
+ * As operating systems tell sequential reads of several files apart, a miss belongs to the run whose
+ * last miss was nearest in that order (an optimizer goes through parameters and through moments at
+ * once), and a run's direction is the trend of its last misses. A block brought ahead counts as a
+ * miss when it is touched, so that a run goes on; one that is not touched for long is forgotten and
+ * becomes an ordinary victim. Only memory that is free is used, and no more than a window of it.
  *
- * Trend: pure. The rest expects the lock and may drop it where said. */
+ * Runs: pure. The rest expects the lock and may drop it where said. */
 #ifndef TP_PAGER_READAHEAD_H
 #define TP_PAGER_READAHEAD_H
 
 #include <stdint.h>
 
-enum { TP_TREND_LAST = 4 };
+#include "base/list.h"
 
-/* The use clock at which the last missed blocks had been used before. */
-typedef struct tp_trend {
-    uint64_t stamps[TP_TREND_LAST];
-    uint32_t count; /* misses seen */
-} tp_trend;
+enum { TP_RUNS_MAX = 4, TP_RUN_LAST = 4 };
 
-/* Notes a miss of a block last used at `stamp`. +1: later and later ones, -1: earlier and earlier
- * ones are missed, 0: not known yet. */
-int tp_trend_note(tp_trend *trend, uint64_t stamp);
+/* The use clock at which the last blocks missed in a run had been used before. */
+typedef struct tp_run {
+    uint64_t stamps[TP_RUN_LAST];
+    uint32_t count;     /* misses in it so far; 0: not in use */
+    uint64_t last_note; /* the note that was its last */
+} tp_run;
+
+typedef struct tp_runs {
+    tp_run at[TP_RUNS_MAX];
+    uint64_t note_count;
+} tp_runs;
+
+/* Notes a miss of a block last used at `stamp`. The direction of its run: +1 later and later ones are
+ * missed, -1 earlier and earlier ones, 0 not known yet. */
+int tp_runs_note(tp_runs *runs, uint64_t stamp);
 
 struct tp_pager;
 struct tp_block;
 
 /* Collects what an operator's touch of `block`, in HOST or brought ahead, says is needed next; to be
- * called before the touch changes the block's place in the order. */
+ * called once per operator, before the touch changes the block's place in the order. */
 void tp_readahead_note(struct tp_pager *pager, struct tp_block *block);
 /* Starts the fills collected. May drop the lock. */
 void tp_readahead_start(struct tp_pager *pager);

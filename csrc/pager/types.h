@@ -113,7 +113,7 @@ typedef struct tp_stats {
     tp_gauge pinned;    /* live bytes made immovable by tp_pin or tp_export */
     tp_gauge held;      /* reserved + foreign, as of the last change of ours */
     tp_tally fills, write_backs, evictions, misses, stalls;
-    /* misses: operators' accesses to extents in HOST; stalls: waits of a launching thread for memory or for a fill;
+    /* misses: operators' accesses to extents in HOST, whose fill had not been asked for; stalls: waits of a launching thread for memory or for a fill;
        evictions.ns and fills.ns: time spent changing the mapping */
     tp_tally memory_stalls; /* of the stalls, those for memory */
     tp_tally host_operators; /* accesses run over HOST operands because nothing could be evicted */

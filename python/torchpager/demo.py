@@ -21,7 +21,7 @@ from torchpager.sizes import parse_size
 
 MIB = 1 << 20
 ON_CPU = {
-    "layers": 6, "width": 256, "heads": 8, "context": 128, "batch": 4, "steps": 160,
+    "layers": 6, "width": 256, "heads": 8, "context": 128, "batch": 4, "steps": 120,
     "chunk_bytes": 32 << 10, "text_bytes": 4 * MIB,
     "large_min_bytes": 64 << 10, "simulated_bytes": 4096 * MIB, "sample_s": 0.004,
 }  # fmt: skip

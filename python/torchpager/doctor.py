@@ -177,8 +177,8 @@ def _cuda_build(version: str | None, gpu_signs: list[str]) -> Finding:
         "torch with CUDA",
         False,
         f"a CPU build, on a machine with a GPU ({', '.join(gpu_signs)})",
-        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130, "
-        "then build torchpager again",
+        "pip install --force-reinstall torch "
+        "--index-url https://download.pytorch.org/whl/cu130, then build torchpager again",
     )
 
 

@@ -16,7 +16,7 @@ _NO_LIMIT = (1 << 63) - 1
 
 
 class UnavailableError(RuntimeError):
-    """This machine, or the allocator in place, cannot do what was asked."""
+    """The machine, or the allocator in place, cannot do what was asked."""
 
 
 @dataclass(frozen=True)

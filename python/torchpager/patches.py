@@ -23,6 +23,7 @@ writes the same holds as for ``data_ptr``.
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,16 @@ _Wrapper = Callable[[_Method], _Method]
 # (owner, name, what was in the owner's own dictionary, what we put there), in order of
 # installing.
 _installed: list[tuple[Any, str, Any, Any]] = []
+
+
+class _InPlace(threading.local):
+    """What calls in progress on this thread hold already."""
+
+    def __init__(self) -> None:
+        self.addresses: set[int] = set()
+
+
+_in_place = _InPlace()
 
 
 def install() -> None:
@@ -149,13 +160,18 @@ def _release(address: int, generation: int) -> None:
 def _during(write: bool, function: _Method) -> _Method:
     @functools.wraps(function)
     def held(*args: Any, **kwargs: Any) -> Any:
-        addresses = _blocks_of(args)
+        # A storage's tolist() reads item by item: what is in place already needs nothing more.
+        addresses = [
+            address for address in _blocks_of(args) if address not in _in_place.addresses
+        ]
         if not addresses:
             return function(*args, **kwargs)
         holds = [(address, _hold(address, write)) for address in addresses]
+        _in_place.addresses.update(addresses)
         try:
             return function(*args, **kwargs)
         finally:
+            _in_place.addresses.difference_update(addresses)
             for address, generation in holds:
                 if generation is not None:
                     _release(address, generation)

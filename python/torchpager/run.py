@@ -159,6 +159,8 @@ def _run(program: Program) -> None:
     """Run the program as ``__main__``, with everything set up as Python does it."""
     ours = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
+    if "__annotations__" in vars(ours):  # some versions of Python give it to every __main__
+        vars(sys.modules["__main__"])["__annotations__"] = {}
     sys.orig_argv[:] = _argv_without_us(program)
     try:
         if program.is_module:
@@ -200,7 +202,7 @@ def _run_module(name: str, alter_argv: bool) -> None:
 
 
 def _run_script(path: str) -> None:
-    absolute = os.path.abspath(path)
+    absolute = os.path.join(os.getcwd(), path)  # not normalised: Python does not either
     with io.open_code(absolute) as file:
         code = pkgutil.read_code(file)
     if code is None:

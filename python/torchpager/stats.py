@@ -112,9 +112,12 @@ def stats(device: DeviceLike = None) -> Stats:
 
     Examples
     --------
-    >>> import torchpager
+    >>> import torch, torchpager
+    >>> with torchpager.simulate("64 MiB"), torchpager.budget("32 MiB"):
+    ...     torchpager.reset_stats()
+    ...     x = torch.zeros(1 << 20)
     >>> torchpager.stats().resident.peak
-    0
+    4194304
     """
     slot = _slot(device)
     if slot is None:

@@ -27,15 +27,16 @@ void rig_open(rig *r, const rig_options *options) {
         .no_context_marker = options->no_context_marker};
     MUST_OK(tp_sim_device_create(&sim, &r->sim, &test_error));
     MUST_OK(fault_device_create(r->sim, &r->dev, &test_error));
-    tp_config config = {
-        .device_budget_bytes = options->budget_bytes != 0 ? options->budget_bytes : 512 * TP_KIB,
-        .host_budget_bytes = options->host_bytes != 0 ? options->host_bytes : TP_NO_LIMIT,
-        .large_min_bytes = options->large_min_bytes,
-        .extent_max_bytes = RIG_EXTENT,
-        .segment_bytes = 64 * TP_MIB,
-        .offload = !options->no_offload,
-        .strict = options->strict,
-        .serve_small = options->serve_small};
+    tp_config config = {.device_budget_bytes =
+                            options->budget_bytes != 0 ? options->budget_bytes : 512 * TP_KIB,
+                        .host_budget_bytes =
+                            options->host_bytes != 0 ? options->host_bytes : TP_NO_LIMIT,
+                        .large_min_bytes = options->large_min_bytes,
+                        .extent_max_bytes = RIG_EXTENT,
+                        .segment_bytes = 64 * TP_MIB,
+                        .offload = !options->no_offload,
+                        .strict = options->strict,
+                        .serve_small = options->serve_small};
     if (options->manual) config.hooks = (tp_hooks){.ctx = r, .wait_begin = step_while_waiting};
     if (options->hooks != NULL) config.hooks = *options->hooks;
     MUST_OK(tp_core_create(&config, r->dev, &r->core, &test_error));
@@ -99,7 +100,8 @@ static void kernel_run(tp_device *dev, void *arg) {
     free(k);
 }
 
-void rig_launch(rig *r, unsigned stream, tp_addr addr, size_t bytes, uint64_t value, bool write) {
+void rig_launch(rig *r, unsigned stream, tp_addr addr, size_t bytes, uint64_t value,
+                bool write) {
     kernel *k = malloc(sizeof *k);
     if (k == NULL) abort();
     *k = (kernel){r, addr, bytes, value, write};

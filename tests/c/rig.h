@@ -1,8 +1,8 @@
-/* rig: a core over the simulated device with a fault device between them, for tests that set one
- * scene up by hand.
+/* rig: a core over the simulated device with a fault device between them, for tests that set
+ * one scene up by hand.
  *
- * With `manual`, queued work runs only in rig_step, rig_drain, and while a thread waits inside the
- * core (the hook wait_begin steps, unless the test has hooks of its own). */
+ * With `manual`, queued work runs only in rig_step, rig_drain, and while a thread waits
+ * inside the core (the hook wait_begin steps, unless the test has hooks of its own). */
 #ifndef TP_TESTS_RIG_H
 #define TP_TESTS_RIG_H
 
@@ -43,13 +43,15 @@ void rig_hold(rig *r, unsigned stream);
 
 tp_addr rig_alloc(rig *r, size_t bytes, unsigned stream);
 /* A kernel that nobody has announced. */
-void rig_launch(rig *r, unsigned stream, tp_addr addr, size_t bytes, uint64_t value, bool write);
+void rig_launch(rig *r, unsigned stream, tp_addr addr, size_t bytes, uint64_t value,
+                bool write);
 /* An operator with one operand and its kernel. */
 void rig_op(rig *r, unsigned stream, tp_addr addr, size_t bytes, uint64_t value, bool write);
 
 tp_stats rig_stats(rig *r);
 tp_block_info rig_info(rig *r, tp_addr addr);
-/* Runs `body` on another thread; false if it has not returned after `seconds` (it is left behind). */
+/* Runs `body` on another thread; false if it has not returned after `seconds` (it is left
+ * behind). */
 bool rig_returns(void (*body)(void *arg), void *arg, unsigned seconds);
 
 #endif

@@ -5,13 +5,14 @@
 #include "harness.h"
 #include "rig.h"
 
-/* ---- memory that a queued kernel may still use ------------------------------------------------- */
+/* ---- memory that a queued kernel may still use ------------------------------------------- */
 
-/* The frames of a freed block serve a new one on the same stream at once; when the new one cannot be
- * born after all, they are still in use there. */
+/* The frames of a freed block serve a new one on the same stream at once; when the new one
+ * cannot be born after all, they are still in use there. */
 TEST(frame_of_a_failed_birth_serves_no_other_stream_yet) {
     rig r;
-    rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB, .no_offload = true, .manual = true});
+    rig_open(&r,
+             &(rig_options){.budget_bytes = 64 * TP_KIB, .no_offload = true, .manual = true});
     const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
     rig_hold(&r, 0);
     rig_launch(&r, 0, a, 32 * TP_KIB, 1, true);
@@ -34,7 +35,8 @@ TEST(frame_of_a_failed_birth_serves_no_other_stream_yet) {
     rig_close(&r);
 }
 
-/* When the end of an operator cannot be marked, its stream's use of the block is not forgotten. */
+/* When the end of an operator cannot be marked, its stream's use of the block is not
+ * forgotten. */
 TEST(block_with_a_lost_marker_is_freed_behind_everything) {
     rig r;
     rig_open(&r, &(rig_options){.manual = true});
@@ -62,7 +64,8 @@ TEST(block_with_a_lost_marker_is_freed_behind_everything) {
     rig_close(&r);
 }
 
-/* A kernel of an operator that began before the hook was armed: only the block's stream is known. */
+/* A kernel of an operator that began before the hook was armed: only the block's stream is
+ * known. */
 TEST(copies_start_after_uses_that_no_marker_stands_for) {
     rig r;
     rig_open(&r, &(rig_options){.budget_bytes = 32 * TP_KIB, .manual = true});
@@ -88,7 +91,7 @@ TEST(copies_start_after_uses_that_no_marker_stands_for) {
     rig_close(&r);
 }
 
-/* ---- blocks that must not move ----------------------------------------------------------------- */
+/* ---- blocks that must not move ----------------------------------------------------------- */
 
 TEST(slab_never_moves_whatever_is_said_of_its_pieces) {
     rig r;
@@ -124,7 +127,40 @@ TEST(unseen_block_in_host_is_not_filled_when_offload_ends) {
     rig_close(&r);
 }
 
-/* What was touched before the hook was disarmed may have been used since by operators unannounced. */
+/* Nor when the program goes through what lies around it in the order of last use. */
+TEST(unseen_block_in_host_is_not_filled_ahead) {
+    enum { BEFORE = 6, COUNT = 10 };
+    rig r;
+    tp_addr tensors[COUNT];
+    rig_open(&r, &(rig_options){.budget_bytes = 256 * TP_KIB});
+    for (unsigned i = 0; i < BEFORE; i++) {
+        tensors[i] = rig_alloc(&r, RIG_EXTENT, 0);
+        rig_op(&r, 0, tensors[i], RIG_EXTENT, i, true);
+        EXPECT_OK(tp_evict(r.core, tensors[i], &test_error));
+    }
+    const tp_addr full = rig_alloc(&r, 256 * TP_KIB, 0);
+    EXPECT_OK(tp_pin(r.core, full, NULL, &test_error));
+    const tp_addr workspace = rig_alloc(&r, RIG_EXTENT, 0);
+    for (unsigned i = BEFORE; i < COUNT; i++) {
+        tensors[i] = rig_alloc(&r, RIG_EXTENT, 0);
+        rig_op(&r, 0, tensors[i], RIG_EXTENT, i, true);
+    }
+    EXPECT_EQ(rig_info(&r, workspace).host_bytes, RIG_EXTENT);
+    tp_free(r.core, full);
+    tp_core_empty_cache(r.core); /* only memory that is free is used for it */
+    for (unsigned i = 0; i < BEFORE; i++) rig_op(&r, 0, tensors[i], RIG_EXTENT, i, false);
+    rig_drain(&r);
+    for (int i = 0; i < 10000 && rig_info(&r, tensors[BEFORE]).host_bytes > 0; i++)
+        rig_drain(&r);
+    EXPECT_EQ(rig_info(&r, tensors[BEFORE]).resident_bytes,
+              RIG_EXTENT); /* the next one, ahead */
+    EXPECT_EQ(rig_info(&r, workspace).host_bytes, RIG_EXTENT);
+    rig_close(&r);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+}
+
+/* What was touched before the hook was disarmed may have been used since by operators
+ * unannounced. */
 TEST(blocks_count_as_unseen_after_offload_ended) {
     rig r;
     rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB});
@@ -164,7 +200,7 @@ TEST(one_block_in_use_does_not_keep_the_others_in_host) {
     EXPECT_EQ(atomic_load(&r.wrong), 0);
 }
 
-/* ---- captures ---------------------------------------------------------------------------------- */
+/* ---- captures ---------------------------------------------------------------------------- */
 
 /* cuCtxRecordEvent would invalidate the user's capture. */
 TEST(no_context_wide_marker_is_recorded_during_a_capture) {
@@ -190,7 +226,7 @@ TEST(no_context_wide_marker_is_recorded_during_a_capture) {
     rig_close(&r);
 }
 
-/* ---- waits that end ---------------------------------------------------------------------------- */
+/* ---- waits that end ---------------------------------------------------------------------- */
 
 typedef struct request {
     rig *r;
@@ -308,7 +344,7 @@ TEST(nothing_waits_for_the_thread_after_it_was_abandoned) {
     EXPECT_EQ(atomic_load(&r.wrong), 0);
 }
 
-/* ---- pins -------------------------------------------------------------------------------------- */
+/* ---- pins -------------------------------------------------------------------------------- */
 
 typedef struct two_ops {
     rig *r;
@@ -348,12 +384,13 @@ TEST(thread_that_ended_an_operator_of_another_one_keeps_its_patience) {
     rig_close(&r);
 }
 
-/* ---- frames ------------------------------------------------------------------------------------ */
+/* ---- frames ------------------------------------------------------------------------------ */
 
 /* Other programs use the card, too: the budget is more than the device has. */
 TEST(free_frames_of_other_sizes_make_room_on_a_device_smaller_than_the_budget) {
     rig r;
-    rig_open(&r, &(rig_options){.device_bytes = 64 * TP_KIB, .budget_bytes = 256 * TP_KIB,
+    rig_open(&r, &(rig_options){.device_bytes = 64 * TP_KIB,
+                                .budget_bytes = 256 * TP_KIB,
                                 .no_offload = true});
     const tp_addr a = rig_alloc(&r, 64 * TP_KIB, 0);
     tp_free(r.core, a);
@@ -370,14 +407,15 @@ TEST(fault_in_both_mappings_of_a_fill_loses_no_frame) {
     rig_op(&r, 0, a, 32 * TP_KIB, 1, true);
     EXPECT_OK(tp_evict(r.core, a, &test_error));
     rig_drain(&r);
-    fault_device_arm(r.dev, &(fault_plan){.nth = 1, .calls = 1u << FAULT_MAP, .persistent = true});
+    fault_device_arm(r.dev,
+                     &(fault_plan){.nth = 1, .calls = 1u << FAULT_MAP, .persistent = true});
     EXPECT_OK(tp_touch(r.core, a, false, r.streams[0], &test_error));
     fault_device_disarm(r.dev);
     EXPECT(rig_stats(&r).failed);
     rig_close(&r); /* a sanitizer counts what is left */
 }
 
-/* ---- the hook that is armed -------------------------------------------------------------------- */
+/* ---- the hook that is armed -------------------------------------------------------------- */
 
 typedef struct arming {
     rig *r;

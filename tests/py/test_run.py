@@ -221,7 +221,9 @@ def test_bad_command_line_exits_2_and_says_what_is_wrong(capsys, monkeypatch, ar
 
 
 CHILD_REPORT = """
-    import sys, torch
+    import importlib.util, sys
+    assert importlib.util.find_spec("torch")
+    import torch
     from torchpager import status
     print("child", status().budget_bytes, sys.argv[1:], flush=True)
 """

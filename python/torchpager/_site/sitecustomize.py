@@ -8,34 +8,46 @@ customisation that the user had.
 import os
 import sys
 
+TYPE_CHECKING = False  # as typing has it, without its import
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
 
 class _AfterTorch:
     """A finder that finds nothing itself: it adds one call to the end of torch's import."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, *_: object) -> "ModuleSpec | None":
         """Return torch's own spec, with the call added; None for every other module."""
         if name != "torch" or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)
-        # importlib.util is imported by nearly everything, but not by the interpreter itself.
+        # Nearly everything imports importlib.util, but the interpreter itself does not.
         import importlib.util
 
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
+        # Programs also look for torch without importing it: stay for the next time.
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
             sys.meta_path.insert(0, self)
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_arm(module):
-            del spec.loader.exec_module
-            execute(module)
-            _arm()
-
-        spec.loader.exec_module = execute_and_arm
+        if spec is not None and spec.loader is not None:
+            self._arm_after(spec.loader)
         return spec
 
+    def _arm_after(self, loader: "Loader") -> None:
+        execute = loader.exec_module
 
-def _arm():
+        def execute_and_arm(module: "ModuleType") -> None:
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                _arm()
+
+        loader.exec_module = execute_and_arm  # type: ignore[method-assign]
+
+
+def _arm() -> None:
     # The package may be importable in the parent only through its working directory.
     package_parent = os.path.dirname(os.path.dirname(_here()))
     try:
@@ -49,17 +61,17 @@ def _arm():
     _autostart.arm_child()
 
 
-def _here():
+def _here() -> str:
     return os.path.dirname(os.path.abspath(__file__))
 
 
-def _give_way():
+def _give_way() -> None:
     """Run the sitecustomize that this one stands in front of."""
     here = _here()
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
     ours = sys.modules.pop("sitecustomize", None)
     try:
-        import sitecustomize  # noqa: F401
+        __import__("sitecustomize")
     except ModuleNotFoundError as error:
         if error.name != "sitecustomize":
             raise
