@@ -25,7 +25,15 @@
 #include <time.h>
 
 #include "base/bytes.h"
+#include "base/lock.h"
 #include "device/cuda_api.h"
+
+/* The driver changes one mapping at a time, and making host memory accessible takes it 13 us a MiB
+ * (H200): in one go, another thread's allocation would wait a millisecond for a frame of 64 MiB. So
+ * host frames are made accessible in pieces; their handles carry a tag to be known by. */
+#define HOST_TAG ((tp_handle)1 << 63)
+#define ACCESS_PIECE ((size_t)8 << 20)
+enum { PIECE_PAUSE_NS = 4000 };
 
 enum {
     SYNC_POLL_NS = 20000,
@@ -209,7 +217,7 @@ static tp_status cuda_frame_create(tp_device *dev, tp_frame_kind kind, size_t by
                        on_host ? "cuMemCreate of a host frame"
                                : "cuMemCreate of a device frame");
     }
-    *out = handle;
+    *out = on_host && (handle & HOST_TAG) == 0 ? handle | HOST_TAG : handle;
     return TP_OK;
 }
 
@@ -218,8 +226,20 @@ static void cuda_frame_destroy(tp_device *dev, tp_frame_kind kind, tp_handle han
     (void)kind;
     (void)bytes;
     scope s;
-    if (scope_enter(cuda_of(dev), &s) == TP_CU_SUCCESS) (void)api.cuMemRelease(handle);
+    if (scope_enter(cuda_of(dev), &s) == TP_CU_SUCCESS) (void)api.cuMemRelease(handle & ~HOST_TAG);
     scope_leave(&s);
+}
+
+/* Makes a mapping accessible piece by piece, with a moment between two pieces. */
+static tp_cu_result allow_in_pieces(tp_addr addr, size_t bytes, const tp_cu_access *access) {
+    for (size_t at = 0; at < bytes; at += ACCESS_PIECE) {
+        const tp_cu_result result =
+            api.cuMemSetAccess(addr + at, tp_min_size(ACCESS_PIECE, bytes - at), access, 1);
+        if (result != TP_CU_SUCCESS) return result;
+        const uint64_t until = tp_now_ns() + PIECE_PAUSE_NS;
+        while (at + ACCESS_PIECE < bytes && tp_now_ns() < until) continue;
+    }
+    return TP_CU_SUCCESS;
 }
 
 /* In a scope. */
@@ -227,9 +247,14 @@ static tp_cu_result map_in_scope(const cuda_device *cuda, tp_addr addr, size_t b
                                  tp_handle handle) {
     const tp_cu_access access = {.location = device_location(cuda),
                                  .flags = TP_CU_ACCESS_READ_WRITE};
-    tp_cu_result result = api.cuMemMap(addr, bytes, 0, handle, 0);
+    const bool on_host = (handle & HOST_TAG) != 0;
+    tp_cu_result result = api.cuMemMap(addr, bytes, 0, handle & ~HOST_TAG, 0);
     if (result != TP_CU_SUCCESS) return result;
-    result = api.cuMemSetAccess(addr, bytes, &access, 1);
+    if (on_host) result = allow_in_pieces(addr, bytes, &access);
+    /* The driver may insist on whole mappings. */
+    if (!on_host || result != TP_CU_SUCCESS) {
+        result = api.cuMemSetAccess(addr, bytes, &access, 1);
+    }
     if (result != TP_CU_SUCCESS) (void)api.cuMemUnmap(addr, bytes);
     return result;
 }

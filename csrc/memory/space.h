@@ -76,7 +76,7 @@ struct tp_block {
     bool slab;             /* shared by small requests: its mapping never changes */
     bool ahead;            /* filled, or being filled, ahead of its use: in the pager's list */
     tp_link ahead_link;
-    uint64_t ahead_note;   /* the misses noted when it was */
+    uint64_t ahead_run;    /* the run of misses that brought it */
     uint64_t stamp;        /* the use clock at its last use */
     uint64_t evicted_count;
     struct tp_segment *segment;

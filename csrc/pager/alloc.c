@@ -150,7 +150,9 @@ static tp_status bear_on_device(tp_pager *pager, tp_block *block, tp_stream stre
         }
         if (!ticket) tp_ticket_take(pager);
         ticket = true;
-        extent->device = tp_reclaim_wait_frame(pager, extent->bytes, stream, device_status);
+        const size_t left = block->bytes - (size_t)(extent->addr - block->addr);
+        extent->device =
+            tp_reclaim_wait_frame(pager, extent->bytes, left, stream, device_status);
         if (extent->device == NULL) {
             status = TP_OUT_OF_MEMORY;
             break;
@@ -171,6 +173,10 @@ static tp_status bear(tp_pager *pager, tp_block *block, tp_stream stream, tp_sta
                       tp_error *error) {
     /* What no amount of evicting can make room for goes to the host at once. */
     if (block->bytes > tp_budget_frame_cap(&pager->budget)) tp_reclaim_negotiate(pager);
+    if (block->bytes > tp_budget_frame_cap(&pager->budget) &&
+        block->bytes <= pager->budget.limit_bytes) {
+        (void)tp_reclaim_flush_foreign(pager);
+    }
     const bool too_large = block->bytes > tp_budget_frame_cap(&pager->budget);
     tp_status status = TP_OUT_OF_MEMORY;
     if (!too_large || !pager->offload) {

@@ -34,6 +34,7 @@ enum { TP_SIZE_BINS = 256, TP_AHEAD_MAX = 32 };
 typedef struct tp_ahead {
     tp_block *block;
     uint64_t generation;
+    uint64_t run; /* the run of misses that asks for it */
 } tp_ahead;
 
 typedef struct tp_pager {

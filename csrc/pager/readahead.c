@@ -8,7 +8,10 @@
 enum {
     WALK_MAX = 256,    /* neighbours looked at, resident ones included */
     REACH = 256,       /* uses between two misses of one run, at most */
-    FORGET_AFTER = 64  /* notes without a touch after which a block brought ahead is forgotten */
+    IDLE = 12,         /* notes in other runs after which a run has ended */
+    PASSED = 64,       /* uses that a run may be out of order */
+    TREND_MAX = 4,
+    TREND_SURE = 2
 };
 
 static uint64_t distance(uint64_t a, uint64_t b) { return a > b ? a - b : b - a; }
@@ -30,11 +33,11 @@ static tp_run *run_of(tp_runs *runs, uint64_t stamp) {
         }
     }
     if (nearest != NULL) return nearest;
-    *idle = (tp_run){0};
+    *idle = (tp_run){.id = ++runs->run_count};
     return idle;
 }
 
-int tp_runs_note(tp_runs *runs, uint64_t stamp) {
+int tp_runs_note(tp_runs *runs, uint64_t stamp, uint64_t *run_id) {
     tp_run *run = run_of(runs, stamp);
     const uint32_t place = run->count % TP_RUN_LAST;
     const uint64_t before = run->stamps[place];
@@ -42,8 +45,18 @@ int tp_runs_note(tp_runs *runs, uint64_t stamp) {
     run->stamps[place] = stamp;
     run->count++;
     run->last_note = ++runs->note_count;
-    if (!full || stamp == before) return 0;
-    return stamp > before ? 1 : -1;
+    *run_id = run->id;
+    if (full && stamp > before && run->trend < TREND_MAX) run->trend++;
+    if (full && stamp < before && run->trend > -TREND_MAX) run->trend--;
+    return run->trend >= TREND_SURE ? 1 : run->trend <= -TREND_SURE ? -1 : 0;
+}
+
+bool tp_runs_alive(const tp_runs *runs, uint64_t run_id) {
+    for (uint32_t i = 0; i < TP_RUNS_MAX; i++) {
+        const tp_run *run = &runs->at[i];
+        if (run->count > 0 && run->id == run_id) return runs->note_count - run->last_note <= IDLE;
+    }
+    return false;
 }
 
 /* What may be on its way or waiting to be touched at once. */
@@ -66,19 +79,29 @@ void tp_readahead_forget(tp_pager *pager, tp_block *block) {
     pager->ahead_bytes -= block->bytes;
 }
 
-/* The oldest come first in the list. */
-static void forget_stale(tp_pager *pager) {
-    while (!tp_list_empty(&pager->ahead_blocks)) {
-        tp_block *block = TP_CONTAINER(pager->ahead_blocks.next, tp_block, ahead_link);
-        if (pager->runs.note_count - block->ahead_note <= FORGET_AFTER) break;
-        tp_readahead_forget(pager, block);
+/* Whether a run that goes on in `direction` has passed by the block. */
+static bool passed(const tp_block *block, uint64_t stamp, int direction) {
+    return direction > 0 ? block->stamp + PASSED < stamp
+                         : direction < 0 && block->stamp > stamp + PASSED;
+}
+
+static void forget_stale(tp_pager *pager, uint64_t run, uint64_t stamp, int direction) {
+    for (tp_link *link = pager->ahead_blocks.next, *next; link != &pager->ahead_blocks;
+         link = next) {
+        next = link->next;
+        tp_block *block = TP_CONTAINER(link, tp_block, ahead_link);
+        if (!tp_runs_alive(&pager->runs, block->ahead_run) ||
+            (block->ahead_run == run && passed(block, stamp, direction))) {
+            tp_readahead_forget(pager, block);
+        }
     }
 }
 
 void tp_readahead_note(tp_pager *pager, tp_block *block) {
-    const int direction = tp_runs_note(&pager->runs, block->stamp);
+    uint64_t run = 0;
+    const int direction = tp_runs_note(&pager->runs, block->stamp, &run);
     tp_readahead_forget(pager, block);
-    forget_stale(pager);
+    forget_stale(pager, run, block->stamp, direction);
     pager->ahead_count = 0;
     if (direction == 0 || !pager->offload || pager->page_out_before_op) return;
     size_t room = tp_sub_floor(window_bytes(pager), pager->ahead_bytes);
@@ -92,7 +115,7 @@ void tp_readahead_note(tp_pager *pager, tp_block *block) {
         }
         if (next->bytes > room) break;
         room -= next->bytes;
-        pager->ahead[pager->ahead_count++] = (tp_ahead){next, next->generation};
+        pager->ahead[pager->ahead_count++] = (tp_ahead){next, next->generation, run};
     }
 }
 
@@ -109,7 +132,7 @@ static bool bring_ahead(tp_pager *pager, tp_ahead it) {
     if (block->generation != it.generation || block->life != TP_BLOCK_LIVE) return true;
     if (block->ahead || !memory_to_spare(pager, block->bytes)) return false;
     block->ahead = true;
-    block->ahead_note = pager->runs.note_count;
+    block->ahead_run = it.run;
     tp_list_push_back(&pager->ahead_blocks, &block->ahead_link);
     pager->ahead_bytes += block->bytes;
     for (uint32_t i = 0; i < block->extent_count; i++) {

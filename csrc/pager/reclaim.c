@@ -37,6 +37,7 @@ size_t tp_reclaim_release(tp_pager *pager, tp_frame_pool *pool, size_t bytes) {
     tp_link out;
     tp_list_init(&out);
     if (tp_frame_pool_strip(pool, bytes, &out) == 0) return 0;
+    pager->mapping_count++;
     tp_lock_drop(&pager->lock);
     tp_link kept;
     tp_list_init(&kept);
@@ -54,6 +55,7 @@ size_t tp_reclaim_release(tp_pager *pager, tp_frame_pool *pool, size_t bytes) {
         }
     }
     tp_lock_take(&pager->lock);
+    pager->mapping_count--;
     while (!tp_list_empty(&kept)) {
         tp_frame *frame = TP_CONTAINER(kept.next, tp_frame, link);
         tp_list_remove(&frame->link);
@@ -74,10 +76,12 @@ static tp_frame *create(tp_pager *pager, tp_frame_pool *pool, size_t bytes, tp_s
     tp_gauge *gauge =
         pool->kind == TP_FRAME_DEVICE ? &pager->stats.reserved : &pager->stats.host_held;
     pool->created_bytes += bytes;
+    pager->mapping_count++;
     tp_lock_drop(&pager->lock);
     tp_frame *frame = NULL;
     const tp_status status = tp_frame_create(pager->dev, pool->kind, bytes, &frame, NULL);
     tp_lock_take(&pager->lock);
+    pager->mapping_count--;
     if (status != TP_OK) {
         pool->created_bytes -= bytes;
         if (refused != NULL) *refused = status;
@@ -344,6 +348,17 @@ size_t tp_reclaim_start(tp_pager *pager, size_t bytes) {
     return started;
 }
 
+bool tp_reclaim_flush_foreign(tp_pager *pager) {
+    const tp_hooks hooks = pager->hooks;
+    if (hooks.foreign_flush == NULL || pager->foreign_held_bytes == 0) return false;
+    tp_lock_drop(&pager->lock);
+    hooks.foreign_flush(hooks.ctx);
+    tp_lock_take(&pager->lock);
+    pager->negotiated_ns = 0;
+    tp_reclaim_negotiate(pager);
+    return true;
+}
+
 /* Whether some block would be evictable if an operator on another thread ended, or a region. */
 static bool others_are_in_the_way(const tp_pager *pager) {
     if (!pager->offload) return false;
@@ -351,23 +366,28 @@ static bool others_are_in_the_way(const tp_pager *pager) {
            tp_pager_gate_closed(pager);
 }
 
-tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, tp_stream stream,
+tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_stream stream,
                                 tp_status *device_status) {
     const uint64_t began = tp_now_ns();
     uint64_t stuck_since = 0;
+    bool flushed = false;
     tp_frame *frame = NULL;
     while ((frame = tp_reclaim_device_frame(pager, bytes, stream, device_status)) == NULL) {
         if (tp_pager_halted(pager)) break;
         const tp_incoming in = tp_reclaim_incoming(pager);
         bool moving = in.moving;
         if (in.bytes < bytes && tp_reclaim_call_off_ahead(pager, bytes) > 0) continue;
-        if (in.bytes < bytes) moving |= tp_reclaim_start(pager, bytes - in.bytes) > 0;
+        if (in.bytes < total) moving |= tp_reclaim_start(pager, total - in.bytes) > 0;
         if (moving) {
             stuck_since = 0;
         } else {
             const uint64_t now = tp_now_ns();
             if (stuck_since == 0) stuck_since = now;
-            if (!others_are_in_the_way(pager) || now - stuck_since > PATIENCE_NS) break;
+            if (!others_are_in_the_way(pager) || now - stuck_since > PATIENCE_NS) {
+                if (flushed || !tp_reclaim_flush_foreign(pager)) break;
+                flushed = true;
+                continue;
+            }
         }
         pager->pressure = pager->offload;
         tp_pager_wake(pager);

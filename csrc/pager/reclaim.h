@@ -25,8 +25,9 @@ tp_frame *tp_reclaim_device_frame(tp_pager *pager, size_t bytes, tp_stream strea
 tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes);
 
 /* As tp_reclaim_device_frame, but waits while anything can be reclaimed (victims only when offload is
- * on). The caller holds the ticket. NULL: nothing more can be had. May drop the lock. */
-tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, tp_stream stream,
+ * on); `total`: what the caller will ask for in all, this frame included, so that it is reclaimed
+ * together. The caller holds the ticket. NULL: nothing more can be had. May drop the lock. */
+tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_stream stream,
                                 tp_status *device_status);
 
 /* Device bytes on their way to becoming free. `moving`: some of them wait for the device alone, so
@@ -51,5 +52,8 @@ bool tp_reclaim_evictable(const tp_pager *pager, const tp_block *block);
 size_t tp_reclaim_release(tp_pager *pager, tp_frame_pool *pool, size_t bytes);
 /* Moves the border to the foreign allocator so that our frames may grow. Drops the lock. */
 void tp_reclaim_negotiate(tp_pager *pager);
+/* The foreign allocator gives its unused cache back first: a last resort, it may stop the device.
+ * Drops the lock. False: there is none. */
+bool tp_reclaim_flush_foreign(tp_pager *pager);
 
 #endif

@@ -129,7 +129,7 @@ TEST(unseen_block_in_host_is_not_filled_when_offload_ends) {
 
 /* Nor when the program goes through what lies around it in the order of last use. */
 TEST(unseen_block_in_host_is_not_filled_ahead) {
-    enum { BEFORE = 6, COUNT = 10 };
+    enum { BEFORE = 12, COUNT = 16 };
     rig r;
     tp_addr tensors[COUNT];
     rig_open(&r, &(rig_options){.budget_bytes = 256 * TP_KIB});
