@@ -38,7 +38,8 @@ static void leave(tp_pager *pager) {
 
 /* ---- life -------------------------------------------------------------------------------------- */
 
-tp_status tp_core_create(const tp_config *config, tp_device *dev, tp_core **out, tp_error *error) {
+tp_status tp_core_create(const tp_config *config, tp_device *dev, tp_core **out,
+                         tp_error *error) {
     tp_core *core = calloc(1, sizeof *core);
     if (core == NULL) {
         dev->ops->destroy(dev);
@@ -96,7 +97,8 @@ static bool arm(tp_pager *pager) {
     if (pager->armed || !pager->offload) return false;
     const size_t held = pager->device_frames.created_bytes + pager->budget.foreign_cap_bytes;
     const bool always = pager->page_out_before_op;
-    if (!always && held < tp_budget_arm_bytes(&pager->budget) && pager->stats.host.current == 0) {
+    if (!always && held < tp_budget_arm_bytes(&pager->budget) &&
+        pager->stats.host.current == 0) {
         return false;
     }
     tp_marker before = {0};
@@ -219,9 +221,9 @@ void tp_record_stream(tp_core *core, tp_addr addr, tp_stream stream) {
     if (block != NULL && core->serve_small && tp_small_holds(&core->small, block->addr)) {
         tp_small_record_stream(&core->small, pager, addr, stream);
     } else if (block != NULL) {
-        const bool ok =
-            tp_markers_lane(&pager->markers, stream, &lane, NULL) == TP_OK &&
-            tp_uses_add(&pager->markers, &block->uses, (tp_marker){lane, 0}, true, NULL) == TP_OK;
+        const bool ok = tp_markers_lane(&pager->markers, stream, &lane, NULL) == TP_OK &&
+                        tp_uses_add(&pager->markers, &block->uses, (tp_marker){lane, 0}, true,
+                                    NULL) == TP_OK;
         if (!ok) tp_access_lose_use(pager, block);
     }
     leave(pager);
@@ -325,7 +327,8 @@ tp_status tp_touch(tp_core *core, tp_addr addr, bool write, tp_stream stream, tp
         free(op.pins);
     }
     leave(pager);
-    return status == TP_OK ? TP_OK : tp_error_set(error, status, "no live block holds the address");
+    return status == TP_OK ? TP_OK
+                           : tp_error_set(error, status, "no live block holds the address");
 }
 
 void tp_mark_seen(tp_core *core, tp_addr addr) {
@@ -434,20 +437,21 @@ void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
     tp_pager *pager = enter(core);
     tp_stats *stats = &pager->stats;
     if (peaks) {
-        tp_gauge *const gauges[] = {&stats->allocated, &stats->active,    &stats->reserved,
-                                    &stats->resident,  &stats->host,      &stats->host_held,
+        tp_gauge *const gauges[] = {&stats->allocated, &stats->active, &stats->reserved,
+                                    &stats->resident,  &stats->host,   &stats->host_held,
                                     &stats->pinned,    &stats->held};
-        for (size_t i = 0; i < sizeof gauges / sizeof gauges[0]; i++) tp_gauge_reset_peak(gauges[i]);
+        for (size_t i = 0; i < sizeof gauges / sizeof gauges[0]; i++)
+            tp_gauge_reset_peak(gauges[i]);
         stats->live_peak_count = stats->block_count;
     }
     if (totals) {
-        tp_tally *const tallies[] = {&stats->fills,          &stats->write_backs,
-                                     &stats->evictions,      &stats->misses,
-                                     &stats->stalls,         &stats->host_operators,
-                                     &stats->memory_stalls,
-                                     &stats->discards,       &stats->frame_creates,
-                                     &stats->frame_releases};
-        for (size_t i = 0; i < sizeof tallies / sizeof tallies[0]; i++) *tallies[i] = (tp_tally){0};
+        tp_tally *const tallies[] = {&stats->fills,         &stats->write_backs,
+                                     &stats->evictions,     &stats->misses,
+                                     &stats->stalls,        &stats->host_operators,
+                                     &stats->memory_stalls, &stats->discards,
+                                     &stats->frame_creates, &stats->frame_releases};
+        for (size_t i = 0; i < sizeof tallies / sizeof tallies[0]; i++)
+            *tallies[i] = (tp_tally){0};
         stats->alloc_count = stats->free_count = stats->cache_hits = 0;
         stats->born_in_host = stats->ooms = 0;
     }
@@ -480,7 +484,8 @@ tp_status tp_register(int slot, tp_core *core, tp_error *error) {
     }
     int used = atomic_load(&cores_used);
     const int place = place_of(slot);
-    while (used <= place && !atomic_compare_exchange_weak(&cores_used, &used, place + 1)) continue;
+    while (used <= place && !atomic_compare_exchange_weak(&cores_used, &used, place + 1))
+        continue;
     return TP_OK;
 }
 

@@ -37,8 +37,8 @@ typedef struct tp_core tp_core;
 /* ---- life ------------------------------------------------------------------------------------ */
 
 /* Takes ownership of `dev`, also on failure. */
-TP_API TP_MUST_USE tp_status tp_core_create(const tp_config *config, tp_device *dev, tp_core **out,
-                                            tp_error *error);
+TP_API TP_MUST_USE tp_status tp_core_create(const tp_config *config, tp_device *dev,
+                                            tp_core **out, tp_error *error);
 /* Waits for everything in flight, unmaps and frees everything, destroys the device. Live blocks
  * become invalid: the caller answers for it. May wait. */
 TP_API void tp_core_destroy(tp_core *core);
@@ -62,7 +62,8 @@ TP_API void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks);
 /* Makes room in the budget for `bytes` more of the foreign allocator: gives up cached frames, then
  * evicts, then tells it through foreign_cap. *granted_cap_bytes: what it may hold now. May wait. */
 TP_API TP_MUST_USE tp_status tp_core_yield_to_foreign(tp_core *core, size_t bytes,
-                                                      size_t *granted_cap_bytes, tp_error *error);
+                                                      size_t *granted_cap_bytes,
+                                                      tp_error *error);
 /* Gives every cached block and free frame back to the device, behind their markers. May wait. */
 TP_API void tp_core_empty_cache(tp_core *core);
 
@@ -70,8 +71,9 @@ TP_API void tp_core_empty_cache(tp_core *core);
 
 /* A block of at least `bytes` for use on `stream`. With offload on and no room, it is born in HOST.
  * Contents unspecified. May wait. bytes 0 is TP_INVALID. */
-TP_API TP_MUST_USE tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags,
-                                      tp_addr *out, tp_oom *oom, tp_error *error);
+TP_API TP_MUST_USE tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream,
+                                      uint32_t flags, tp_addr *out, tp_oom *oom,
+                                      tp_error *error);
 /* Frees a block by its first address. Cannot fail, never waits. */
 TP_API void tp_free(tp_core *core, tp_addr addr);
 /* The block will also be used on `stream` (as PyTorch's record_stream). Unknown addresses: nothing. */
@@ -142,8 +144,8 @@ TP_API bool tp_core_last_oom(tp_core *core, tp_oom *out);
 enum { TP_SLOT_MAX = 65, TP_SLOT_SIM = 64 };
 TP_API TP_MUST_USE tp_status tp_register(int slot, tp_core *core, tp_error *error);
 TP_API void tp_unregister(int slot);
-TP_API tp_core *tp_core_at(int slot);        /* NULL: none */
-TP_API tp_core *tp_core_owning(tp_addr addr);/* NULL: none. Takes no lock */
+TP_API tp_core *tp_core_at(int slot);         /* NULL: none */
+TP_API tp_core *tp_core_owning(tp_addr addr); /* NULL: none. Takes no lock */
 
 #ifdef __cplusplus
 }

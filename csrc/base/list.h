@@ -10,7 +10,8 @@ typedef struct tp_link {
 } tp_link;
 
 /* The struct of type `type` whose member `member` is the link `ptr`. */
-#define TP_CONTAINER(ptr, type, member) ((type *)(void *)((char *)(ptr)-offsetof(type, member)))
+#define TP_CONTAINER(ptr, type, member)                                                        \
+    ((type *)(void *)((char *)(ptr) - offsetof(type, member)))
 
 static inline void tp_list_init(tp_link *head) { head->prev = head->next = head; }
 

@@ -19,13 +19,13 @@
 
 typedef enum tp_status {
     TP_OK = 0,
-    TP_INVALID,       /* an argument breaks the contract of the call */
-    TP_OUT_OF_MEMORY, /* the budget, or the device itself, has no room */
-    TP_NO_HOST_MEMORY,/* the host budget, or the host itself, has no room */
-    TP_UNSUPPORTED,   /* this device or driver cannot do it */
-    TP_DEVICE_ERROR,  /* a driver call failed; tp_error.driver_code says how */
-    TP_BUSY,          /* not now: the thing asked about is in use */
-    TP_FAILED         /* the pager is in FAILED: contents may be in doubt */
+    TP_INVALID,        /* an argument breaks the contract of the call */
+    TP_OUT_OF_MEMORY,  /* the budget, or the device itself, has no room */
+    TP_NO_HOST_MEMORY, /* the host budget, or the host itself, has no room */
+    TP_UNSUPPORTED,    /* this device or driver cannot do it */
+    TP_DEVICE_ERROR,   /* a driver call failed; tp_error.driver_code says how */
+    TP_BUSY,           /* not now: the thing asked about is in use */
+    TP_FAILED          /* the pager is in FAILED: contents may be in doubt */
 } tp_status;
 
 typedef struct tp_error {

@@ -40,12 +40,12 @@ typedef enum tp_frame_kind { TP_FRAME_DEVICE, TP_FRAME_HOST } tp_frame_kind;
 typedef enum tp_copy_dir { TP_COPY_TO_HOST, TP_COPY_TO_DEVICE } tp_copy_dir;
 
 typedef struct tp_device_caps {
-    const char *name;           /* "cuda" or "sim"; static */
-    size_t granularity_bytes;   /* smallest size of a frame and of a mapping */
-    size_t total_bytes;         /* device memory in all */
-    bool host_frames;           /* a host frame can be mapped at a tensor's address (promise P4) */
-    bool shared_frames;         /* one frame at two addresses at once */
-    bool context_marker;        /* event_record_context works */
+    const char *name;         /* "cuda" or "sim"; static */
+    size_t granularity_bytes; /* smallest size of a frame and of a mapping */
+    size_t total_bytes;       /* device memory in all */
+    bool host_frames;    /* a host frame can be mapped at a tensor's address (promise P4) */
+    bool shared_frames;  /* one frame at two addresses at once */
+    bool context_marker; /* event_record_context works */
 } tp_device_caps;
 
 typedef struct tp_device tp_device;
@@ -67,7 +67,8 @@ typedef struct tp_device_ops {
     void (*frame_destroy)(tp_device *dev, tp_frame_kind kind, tp_handle handle, size_t bytes);
 
     /* Maps the whole frame at `addr`, readable and writable by kernels and copies. */
-    tp_status (*map)(tp_device *dev, tp_addr addr, size_t bytes, tp_handle handle, tp_error *error);
+    tp_status (*map)(tp_device *dev, tp_addr addr, size_t bytes, tp_handle handle,
+                     tp_error *error);
     tp_status (*unmap)(tp_device *dev, tp_addr addr, size_t bytes, tp_error *error);
 
     /* Queues a copy on the device's own stream for that direction (copy_stream[dir]). */
@@ -77,7 +78,8 @@ typedef struct tp_device_ops {
     /* Events. Recording again replaces what the event stood for. A new event is complete. */
     tp_status (*event_create)(tp_device *dev, tp_event *out, tp_error *error);
     void (*event_destroy)(tp_device *dev, tp_event event);
-    tp_status (*event_record)(tp_device *dev, tp_event event, tp_stream stream, tp_error *error);
+    tp_status (*event_record)(tp_device *dev, tp_event event, tp_stream stream,
+                              tp_error *error);
     /* All work queued on the device so far, on every stream. Needs caps.context_marker, and no
      * stream of the process in capture. */
     tp_status (*event_record_context)(tp_device *dev, tp_event event, tp_error *error);

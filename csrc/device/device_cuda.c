@@ -226,7 +226,8 @@ static void cuda_frame_destroy(tp_device *dev, tp_frame_kind kind, tp_handle han
     (void)kind;
     (void)bytes;
     scope s;
-    if (scope_enter(cuda_of(dev), &s) == TP_CU_SUCCESS) (void)api.cuMemRelease(handle & ~HOST_TAG);
+    if (scope_enter(cuda_of(dev), &s) == TP_CU_SUCCESS)
+        (void)api.cuMemRelease(handle & ~HOST_TAG);
     scope_leave(&s);
 }
 

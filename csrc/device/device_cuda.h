@@ -6,16 +6,16 @@
 
 /* What the driver on this machine offers. Filled as far as the probe got. */
 typedef struct tp_cuda_probe {
-    bool library;          /* libcuda.so.1 was loaded with every required entry point */
-    int driver_version;    /* as cuDriverGetVersion reports it: 13000 is 13.0 */
+    bool library;       /* libcuda.so.1 was loaded with every required entry point */
+    int driver_version; /* as cuDriverGetVersion reports it: 13000 is 13.0 */
     int device_count;
-    bool virtual_memory;   /* of the device asked for */
+    bool virtual_memory; /* of the device asked for */
     bool host_frames;
     bool context_marker;
     size_t granularity_bytes;
     size_t total_bytes;
     char device_name[96];
-    char reason[232];      /* why the first "no" is a no; empty when everything is a yes */
+    char reason[232]; /* why the first "no" is a no; empty when everything is a yes */
 } tp_cuda_probe;
 
 /* Never fails: what is missing is said in the probe. Creates no context when `retain` is false

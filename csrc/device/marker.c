@@ -48,7 +48,8 @@ void tp_markers_fini(tp_markers *markers) {
         tp_lane *lane = &markers->lanes[i];
         for (uint32_t k = 0; k < lane->count; k++) {
             tp_point *point = &lane->ring[(lane->head + k) & (lane->capacity - 1)];
-            if (point->event != NULL) markers->dev->ops->event_destroy(markers->dev, point->event);
+            if (point->event != NULL)
+                markers->dev->ops->event_destroy(markers->dev, point->event);
             free(point->parts);
         }
         free(lane->ring);
@@ -61,7 +62,8 @@ void tp_markers_fini(tp_markers *markers) {
     memset(markers, 0, sizeof *markers);
 }
 
-tp_status tp_markers_lane(tp_markers *markers, tp_stream stream, uint32_t *out, tp_error *error) {
+tp_status tp_markers_lane(tp_markers *markers, tp_stream stream, uint32_t *out,
+                          tp_error *error) {
     for (uint32_t i = 1; i < markers->lane_count; i++) {
         if (markers->lanes[i].stream == stream) {
             *out = i;
@@ -71,7 +73,8 @@ tp_status tp_markers_lane(tp_markers *markers, tp_stream stream, uint32_t *out, 
     if (markers->lane_count == markers->lane_capacity) {
         const uint32_t capacity = markers->lane_capacity * 2;
         tp_lane *lanes = realloc(markers->lanes, capacity * sizeof *lanes);
-        if (lanes == NULL) return tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for a lane");
+        if (lanes == NULL)
+            return tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for a lane");
         markers->lanes = lanes;
         markers->lane_capacity = capacity;
     }
@@ -256,8 +259,7 @@ tp_status tp_marker_stream_wait(tp_markers *markers, tp_stream stream, tp_marker
         return markers->dev->ops->stream_wait(markers->dev, stream, point->event, error);
     }
     for (uint32_t i = 0; i < point->part_count; i++) {
-        const tp_status status =
-            tp_marker_stream_wait(markers, stream, point->parts[i], error);
+        const tp_status status = tp_marker_stream_wait(markers, stream, point->parts[i], error);
         if (status != TP_OK) return status;
     }
     return TP_OK;
@@ -294,8 +296,8 @@ bool tp_uses_done(tp_markers *markers, tp_uses *uses) {
 bool tp_uses_only_on(tp_markers *markers, tp_uses *uses, tp_stream stream) {
     for (uint32_t i = 0; i < uses->count; i++) {
         const tp_marker marker = uses->at[i].marker;
-        const bool same = marker.lane != TP_LANE_CONTEXT &&
-                          markers->lanes[marker.lane].stream == stream;
+        const bool same =
+            marker.lane != TP_LANE_CONTEXT && markers->lanes[marker.lane].stream == stream;
         if (!same && !tp_marker_done(markers, marker)) return false;
     }
     return true;
@@ -329,7 +331,8 @@ tp_status tp_uses_mark(tp_markers *markers, tp_uses *uses, tp_error *error) {
     for (uint32_t i = 0; i < uses->count; i++) {
         tp_use *use = &uses->at[i];
         if (!use->refresh || use->marker.seq != 0) continue;
-        if (markers->capturing) return tp_error_set(error, TP_BUSY, "a stream is being captured");
+        if (markers->capturing)
+            return tp_error_set(error, TP_BUSY, "a stream is being captured");
         if (use->marker.lane != TP_LANE_CONTEXT &&
             tp_marker_record(markers, markers->lanes[use->marker.lane].stream, &use->marker,
                              NULL) == TP_OK) {

@@ -27,7 +27,8 @@ typedef struct tp_markers {
     tp_event *pool;
     uint32_t pool_count, pool_capacity;
     tp_status broken; /* the first driver failure of a query; nothing completes any more */
-    bool capturing;   /* a stream of the process is: a context-wide marker would break the capture */
+    bool
+        capturing; /* a stream of the process is: a context-wide marker would break the capture */
 } tp_markers;
 
 /* The streams that use a block, and up to where. `refresh`: the stream may have used it since, so

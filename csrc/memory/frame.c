@@ -13,7 +13,8 @@ tp_status tp_frame_pool_init(tp_frame_pool *pool, tp_device *dev, tp_frame_kind 
     pool->granularity_bytes = dev->caps.granularity_bytes;
     pool->class_count = (uint32_t)(largest_bytes / pool->granularity_bytes);
     pool->free = calloc(pool->class_count, sizeof *pool->free);
-    if (pool->free == NULL) return tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for pools");
+    if (pool->free == NULL)
+        return tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for pools");
     for (uint32_t i = 0; i < pool->class_count; i++) tp_list_init(&pool->free[i]);
     return TP_OK;
 }
@@ -72,7 +73,8 @@ static size_t strip_class(tp_frame_pool *pool, uint32_t idx, size_t bytes, tp_li
 
 size_t tp_frame_pool_strip(tp_frame_pool *pool, size_t bytes, tp_link *out) {
     if (bytes == 0) return 0;
-    const size_t granules = bytes / pool->granularity_bytes + (bytes % pool->granularity_bytes != 0);
+    const size_t granules =
+        bytes / pool->granularity_bytes + (bytes % pool->granularity_bytes != 0);
     for (size_t i = granules; i <= pool->class_count; i++) {
         const size_t got = strip_class(pool, (uint32_t)i - 1, 1, out);
         if (got > 0) return got;

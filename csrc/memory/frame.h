@@ -27,14 +27,15 @@ typedef struct tp_frame_pool {
     tp_frame_kind kind;
     size_t granularity_bytes;
     uint32_t class_count;
-    tp_link *free;       /* by size in granules - 1; most recently used last */
-    size_t free_bytes;   /* in the free lists */
+    tp_link *free;        /* by size in granules - 1; most recently used last */
+    size_t free_bytes;    /* in the free lists */
     size_t created_bytes; /* existing, plus reserved for frames being created */
     uint64_t create_count, release_count;
 } tp_frame_pool;
 
-TP_MUST_USE tp_status tp_frame_pool_init(tp_frame_pool *pool, tp_device *dev, tp_frame_kind kind,
-                                         size_t largest_bytes, tp_error *error);
+TP_MUST_USE tp_status tp_frame_pool_init(tp_frame_pool *pool, tp_device *dev,
+                                         tp_frame_kind kind, size_t largest_bytes,
+                                         tp_error *error);
 /* Every frame has been destroyed or is in the free lists (they are destroyed here). */
 void tp_frame_pool_fini(tp_frame_pool *pool);
 

@@ -123,8 +123,8 @@ static tp_span *span_take(tp_space *space, uint64_t granules, tp_segment **segme
 
 tp_status tp_space_take(tp_space *space, size_t bytes, tp_block **out, tp_error *error) {
     const size_t rounded = tp_round_up(bytes, space->granularity_bytes);
-    const size_t extent_count = rounded / space->extent_max_bytes +
-                                (rounded % space->extent_max_bytes != 0 ? 1 : 0);
+    const size_t extent_count =
+        rounded / space->extent_max_bytes + (rounded % space->extent_max_bytes != 0 ? 1 : 0);
     if (bytes == 0 || rounded < bytes || extent_count > UINT32_MAX / 2) {
         return tp_error_set(error, TP_INVALID, "a block of %zu bytes cannot be", bytes);
     }
@@ -197,7 +197,8 @@ tp_status tp_space_check(const tp_space *space, tp_error *error) {
             const tp_block *last = segment->table[span->start + span->count - 1];
             const bool ok = span->free ? block == NULL && last == NULL
                                        : block != NULL && block == last && block->span == span;
-            if (!ok) return tp_error_set(error, TP_FAILED, "space: table differs from its spans");
+            if (!ok)
+                return tp_error_set(error, TP_FAILED, "space: table differs from its spans");
         }
     }
     return TP_OK;

@@ -37,21 +37,22 @@ typedef struct tp_extent {
     size_t bytes;
     tp_extent_state state;
     tp_frame *device, *host;
-    tp_frame *mapped; /* the frame the address maps now; NULL: nothing (strict mode, being born) */
-    bool busy;        /* its mapping is being changed, with the lock released */
-    bool held;        /* being prepared with the lock released: its block may not retire */
-    bool evict;       /* to be evicted as soon as the rules allow */
-    bool written;     /* written while WRITING */
-    bool abandon;     /* the fill's copy is to be forgotten */
-    tp_marker copy;   /* the copy in flight */
-    bool copying;     /* it has not been seen complete */
+    tp_frame
+        *mapped;  /* the frame the address maps now; NULL: nothing (strict mode, being born) */
+    bool busy;    /* its mapping is being changed, with the lock released */
+    bool held;    /* being prepared with the lock released: its block may not retire */
+    bool evict;   /* to be evicted as soon as the rules allow */
+    bool written; /* written while WRITING */
+    bool abandon; /* the fill's copy is to be forgotten */
+    tp_marker copy;    /* the copy in flight */
+    bool copying;      /* it has not been seen complete */
     tp_marker decided; /* context-wide, recorded after deciding to change the mapping */
-    tp_link inflight; /* in the pager's list while WRITING, FILLING or `evict` */
+    tp_link inflight;  /* in the pager's list while WRITING, FILLING or `evict` */
 } tp_extent;
 
 typedef enum tp_block_life {
-    TP_BLOCK_NONE,     /* a node in the spare list */
-    TP_BLOCK_BORN,     /* being mapped by the allocating thread; nobody else sees it */
+    TP_BLOCK_NONE, /* a node in the spare list */
+    TP_BLOCK_BORN, /* being mapped by the allocating thread; nobody else sees it */
     TP_BLOCK_LIVE,
     TP_BLOCK_CACHED,   /* freed, whole, resident: serves the same size again */
     TP_BLOCK_RETIRING, /* freed; its mappings go away behind its markers */
@@ -76,8 +77,8 @@ struct tp_block {
     bool slab;             /* shared by small requests: its mapping never changes */
     bool ahead;            /* filled, or being filled, ahead of its use: in the pager's list */
     tp_link ahead_link;
-    uint64_t ahead_run;    /* the run of misses that brought it */
-    uint64_t stamp;        /* the use clock at its last use */
+    uint64_t ahead_run; /* the run of misses that brought it */
+    uint64_t stamp;     /* the use clock at its last use */
     uint64_t evicted_count;
     struct tp_segment *segment;
     tp_span *span;
@@ -88,7 +89,7 @@ struct tp_block {
 typedef struct tp_segment {
     tp_addr base;
     size_t bytes;
-    tp_suballoc sub; /* units: granules */
+    tp_suballoc sub;  /* units: granules */
     tp_block **table; /* by granule */
 } tp_segment;
 

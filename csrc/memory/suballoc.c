@@ -18,7 +18,8 @@ static bin_idx bin_of(uint64_t count) {
     const uint32_t log2 = 63u - (uint32_t)__builtin_clzll(count);
     const uint32_t level = log2 - STEP_BITS + 1;
     const uint32_t step = (uint32_t)(count >> (log2 - STEP_BITS)) & (TP_SUBALLOC_STEPS - 1);
-    if (level >= TP_SUBALLOC_LEVELS) return (bin_idx){TP_SUBALLOC_LEVELS - 1, TP_SUBALLOC_STEPS - 1};
+    if (level >= TP_SUBALLOC_LEVELS)
+        return (bin_idx){TP_SUBALLOC_LEVELS - 1, TP_SUBALLOC_STEPS - 1};
     return (bin_idx){level, step};
 }
 

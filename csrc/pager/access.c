@@ -12,7 +12,8 @@
 
 enum {
     WAIT_NS = 1000000,
-    FILL_PATIENCE_NS = 50000000 /* how long a finished copy waits for pins and regions of others */
+    FILL_PATIENCE_NS =
+        50000000 /* how long a finished copy waits for pins and regions of others */
 };
 
 struct tp_op_pin {
@@ -141,7 +142,7 @@ static void pin_all(tp_pager *pager, tp_op *op, const tp_access *accesses, size_
         block->op_pins++;
         pager->op_pin_total++;
         tp_thread_pins++;
-const bool again = block->stamp > began; /* an operand twice */
+        const bool again = block->stamp > began; /* an operand twice */
         if (first && !again && (block->ahead || anything_in_host(block))) {
             tp_readahead_note(pager, block);
         }
@@ -185,8 +186,8 @@ static void start_fills(tp_pager *pager, tp_op *op, bool wait) {
                 continue;
             }
             if (!tp_fill_allowed(pin.block, own_pins(op, pin.block))) break;
-            if (!tp_fill_start(pager, pin.block, pin.generation, extent, own_pins(op, pin.block),
-                               wait)) {
+            if (!tp_fill_start(pager, pin.block, pin.generation, extent,
+                               own_pins(op, pin.block), wait)) {
                 return;
             }
         }
@@ -296,7 +297,8 @@ static void mark_written(tp_pager *pager, const tp_op *op) {
 static bool capturing(tp_pager *pager, tp_stream stream) {
     if (pager->capture_depth == 0) return false;
     bool answer = true;
-    if (pager->dev->ops->stream_capturing(pager->dev, stream, &answer, NULL) != TP_OK) return true;
+    if (pager->dev->ops->stream_capturing(pager->dev, stream, &answer, NULL) != TP_OK)
+        return true;
     return answer;
 }
 
@@ -340,8 +342,7 @@ void tp_access_adopt(tp_pager *pager, tp_op *op, tp_addr addr) {
     if (block == NULL || block->slab) return; /* slabs are not born pinned: they never move */
     TP_REQUIRE(block->op_pins > 0);
     if (pins_reserve(op, 1)) {
-        op->pins[op->pin_count++] =
-            (struct tp_op_pin){block, block->generation, false, true};
+        op->pins[op->pin_count++] = (struct tp_op_pin){block, block->generation, false, true};
     } /* else it stays pinned for good: safe, and freeing it forgets the pin */
 }
 

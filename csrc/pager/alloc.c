@@ -80,7 +80,8 @@ static tp_block *cache_take(tp_pager *pager, size_t bytes, tp_stream stream) {
 }
 
 /* Maps the device (or host) frames of a block that nobody else can see. Drops the lock. */
-static tp_status map_born(tp_pager *pager, tp_block *block, tp_frame_kind kind, tp_error *error) {
+static tp_status map_born(tp_pager *pager, tp_block *block, tp_frame_kind kind,
+                          tp_error *error) {
     pager->mapping_count++;
     tp_lock_drop(&pager->lock);
     tp_status status = TP_OK;
@@ -88,7 +89,8 @@ static tp_status map_born(tp_pager *pager, tp_block *block, tp_frame_kind kind, 
     while (status == TP_OK && mapped < block->extent_count) {
         const tp_extent *extent = &block->extents[mapped];
         const tp_frame *frame = kind == TP_FRAME_DEVICE ? extent->device : extent->host;
-        status = pager->dev->ops->map(pager->dev, extent->addr, extent->bytes, frame->handle, error);
+        status =
+            pager->dev->ops->map(pager->dev, extent->addr, extent->bytes, frame->handle, error);
         if (status == TP_OK) mapped++;
     }
     tp_lock_take(&pager->lock);
@@ -135,8 +137,8 @@ static tp_status bear_in_host(tp_pager *pager, tp_block *block, tp_error *error)
 }
 
 /* Gives every extent a device frame, waiting for memory while there is hope. */
-static tp_status bear_on_device(tp_pager *pager, tp_block *block, tp_stream stream, bool collect,
-                                tp_status *device_status) {
+static tp_status bear_on_device(tp_pager *pager, tp_block *block, tp_stream stream,
+                                bool collect, tp_status *device_status) {
     const bool contended = tp_ticket_taken(pager);
     bool ticket = false;
     tp_status status = TP_OK;
@@ -169,8 +171,8 @@ static tp_status bear_on_device(tp_pager *pager, tp_block *block, tp_stream stre
     return status;
 }
 
-static tp_status bear(tp_pager *pager, tp_block *block, tp_stream stream, tp_status *device_status,
-                      tp_error *error) {
+static tp_status bear(tp_pager *pager, tp_block *block, tp_stream stream,
+                      tp_status *device_status, tp_error *error) {
     /* What no amount of evicting can make room for goes to the host at once. */
     if (block->bytes > tp_budget_frame_cap(&pager->budget)) tp_reclaim_negotiate(pager);
     if (block->bytes > tp_budget_frame_cap(&pager->budget) &&
@@ -199,8 +201,8 @@ void tp_oom_fill(tp_pager *pager, size_t requested_bytes, tp_oom *out) {
         .requested_bytes = requested_bytes,
         .budget_bytes = pager->budget.limit_bytes,
         .resident_bytes = pager->stats.resident.current,
-        .cached_bytes = tp_sub_floor(pager->device_frames.created_bytes,
-                                     pager->stats.resident.current),
+        .cached_bytes =
+            tp_sub_floor(pager->device_frames.created_bytes, pager->stats.resident.current),
         .foreign_bytes = pager->foreign_held_bytes,
         .host_bytes = pager->stats.host.current,
         .host_held_bytes = pager->host_frames.created_bytes,
@@ -296,7 +298,8 @@ tp_status tp_block_alloc(tp_pager *pager, size_t bytes, tp_stream stream, uint32
 static bool cacheable(const tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         const tp_extent *extent = &block->extents[i];
-        const bool settled = extent->state == TP_EXTENT_DIRTY || extent->state == TP_EXTENT_CLEAN;
+        const bool settled =
+            extent->state == TP_EXTENT_DIRTY || extent->state == TP_EXTENT_CLEAN;
         if (!settled || extent->busy) return false;
     }
     return true;
@@ -389,7 +392,8 @@ static bool retirable(tp_pager *pager, tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         const tp_extent *extent = &block->extents[i];
         if (extent->busy || extent->held) return false;
-        if (TP_RULE(pager, TP_RULE_BUSY_FRAME) && tp_link_in_list(&extent->inflight)) return false;
+        if (TP_RULE(pager, TP_RULE_BUSY_FRAME) && tp_link_in_list(&extent->inflight))
+            return false;
     }
     return !TP_RULE(pager, TP_RULE_OLD_MAPPING) || tp_uses_done(&pager->markers, &block->uses);
 }

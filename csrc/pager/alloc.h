@@ -11,7 +11,8 @@
 
 /* See tp_alloc. May drop the lock. */
 TP_MUST_USE tp_status tp_block_alloc(tp_pager *pager, size_t bytes, tp_stream stream,
-                                     uint32_t flags, tp_addr *out, tp_oom *oom, tp_error *error);
+                                     uint32_t flags, tp_addr *out, tp_oom *oom,
+                                     tp_error *error);
 /* Frees a live block. Never waits, never drops the lock. */
 void tp_block_free(tp_pager *pager, tp_block *block);
 /* CACHED -> RETIRING. */

@@ -70,7 +70,8 @@ void tp_block_count(tp_pager *pager, const tp_block *block, bool live) {
         tp_gauge_add(&stats->allocated, block->requested_bytes);
         tp_gauge_add(&stats->active, block->bytes);
         stats->block_count++;
-        if (stats->block_count > stats->live_peak_count) stats->live_peak_count = stats->block_count;
+        if (stats->block_count > stats->live_peak_count)
+            stats->live_peak_count = stats->block_count;
         return;
     }
     tp_gauge_sub(&stats->allocated, block->requested_bytes);

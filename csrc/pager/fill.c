@@ -14,7 +14,8 @@ static tp_frame *take_frame(tp_pager *pager, size_t bytes, bool wait) {
     const tp_stream stream = pager->dev->copy_stream[TP_COPY_TO_DEVICE];
     tp_status refused = TP_OK;
     tp_frame *frame = tp_reclaim_device_frame(pager, bytes, stream, &refused);
-    if (frame == NULL && wait) frame = tp_reclaim_wait_frame(pager, bytes, bytes, stream, &refused);
+    if (frame == NULL && wait)
+        frame = tp_reclaim_wait_frame(pager, bytes, bytes, stream, &refused);
     return frame;
 }
 

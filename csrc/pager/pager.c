@@ -11,8 +11,8 @@
 #include "pager/reclaim.h"
 
 enum {
-    POLL_NS = 20000,           /* between two looks at work in flight */
-    ABANDON_NS = 500000000     /* how long process exit waits for the thread */
+    POLL_NS = 20000,       /* between two looks at work in flight */
+    ABANDON_NS = 500000000 /* how long process exit waits for the thread */
 };
 
 void tp_pager_wake(tp_pager *pager) { tp_cond_broadcast(&pager->work); }
@@ -127,9 +127,9 @@ static void init_lists(tp_pager *pager) {
 
 static tp_status init_memory(tp_pager *pager, const tp_config *config, tp_error *error) {
     tp_device *dev = pager->dev;
-    const size_t extent_max = tp_round_up(
-        config->extent_max_bytes != 0 ? config->extent_max_bytes : 64 * TP_MIB,
-        dev->caps.granularity_bytes);
+    const size_t extent_max =
+        tp_round_up(config->extent_max_bytes != 0 ? config->extent_max_bytes : 64 * TP_MIB,
+                    dev->caps.granularity_bytes);
     const size_t segment =
         config->segment_bytes != 0 ? config->segment_bytes : default_segment_bytes(dev);
     tp_status status = tp_space_init(&pager->space, dev, segment, extent_max, error);
@@ -162,7 +162,8 @@ tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev
     memset(pager, 0, sizeof *pager);
     pager->dev = dev;
     pager->hooks = config->hooks;
-    pager->large_min_bytes = config->large_min_bytes != 0 ? config->large_min_bytes : 2 * TP_MIB;
+    pager->large_min_bytes =
+        config->large_min_bytes != 0 ? config->large_min_bytes : 2 * TP_MIB;
     pager->offload = config->offload && dev->caps.host_frames;
     pager->strict = config->strict;
     pager->page_out_before_op = config->page_out_before_op;
@@ -256,18 +257,20 @@ void tp_pager_abandon(tp_pager *pager) {
 
 static tp_status check_extent(const tp_extent *extent, tp_error *error) {
     const bool resident = tp_extent_resident(extent->state);
-    const bool host_bytes = extent->state == TP_EXTENT_WRITING ||
-                            extent->state == TP_EXTENT_CLEAN ||
-                            extent->state == TP_EXTENT_HOST || extent->state == TP_EXTENT_FILLING;
+    const bool host_bytes =
+        extent->state == TP_EXTENT_WRITING || extent->state == TP_EXTENT_CLEAN ||
+        extent->state == TP_EXTENT_HOST || extent->state == TP_EXTENT_FILLING;
     const bool device_bytes = resident || extent->state == TP_EXTENT_FILLING;
     int broken = 0;
     if (device_bytes && extent->device == NULL) broken = 1;
     if (host_bytes && extent->host == NULL) broken = 2;
     if (!extent->busy && resident && extent->mapped != extent->device) broken = 3;
-    if (!extent->busy && !resident && extent->mapped != NULL && extent->mapped != extent->host) {
+    if (!extent->busy && !resident && extent->mapped != NULL &&
+        extent->mapped != extent->host) {
         broken = 4;
     }
-    const bool moving = extent->state == TP_EXTENT_WRITING || extent->state == TP_EXTENT_FILLING;
+    const bool moving =
+        extent->state == TP_EXTENT_WRITING || extent->state == TP_EXTENT_FILLING;
     if ((moving || extent->evict) && !tp_link_in_list(&extent->inflight)) broken = 5;
     if (extent->mapped != NULL && extent->mapped->map_count == 0) broken = 6;
     if (broken == 0) return TP_OK;

@@ -50,19 +50,21 @@ typedef struct tp_pager {
     pthread_t thread;
     bool thread_started, thread_ended, stop, abandoned;
 
-    tp_link live;     /* blocks, least recently used first */
-    tp_link cached;   /* oldest first */
+    tp_link live;                  /* blocks, least recently used first */
+    tp_link cached;                /* oldest first */
     tp_link by_size[TP_SIZE_BINS]; /* the same, by size */
     tp_link retiring;
     tp_link deferred; /* freed while no marker could be recorded */
     tp_link inflight; /* extents: see tp_extent.inflight */
-    uint32_t copying[2]; /* copies the device has been given and not been seen to finish, by tp_copy_dir */
+    uint32_t copying
+        [2]; /* copies the device has been given and not been seen to finish, by tp_copy_dir */
     bool remapping; /* the thread changes the mapping of a live block, with the lock dropped */
     uint32_t mapping_count;   /* blocks being mapped by allocating threads, likewise */
     uint32_t unmapping_count; /* blocks being unmapped with the lock dropped */
     uint64_t op_pin_total, waiting_pin_total; /* sums over the live blocks */
 
-    uint64_t ticket_next, ticket_serving; /* who may gather frames: one thread at a time, in order */
+    uint64_t ticket_next,
+        ticket_serving; /* who may gather frames: one thread at a time, in order */
     uint64_t negotiated_ns;
     bool negotiating; /* a thread is talking to the foreign allocator with the lock dropped */
 
@@ -71,19 +73,20 @@ typedef struct tp_pager {
     bool offload, strict, page_out_before_op;
     uint32_t rules_off;
     uint32_t region_depth, capture_depth;
-    tp_marker region_end;  /* context-wide, recorded when the last region closed */
-    bool region_unmarked;  /* it could not be recorded then: the gate stays closed until it is */
+    tp_marker region_end; /* context-wide, recorded when the last region closed */
+    bool region_unmarked; /* it could not be recorded then: the gate stays closed until it is */
     bool armed;
     bool pressure;  /* somebody had to wait for memory since offload went on: reclaim ahead */
     bool paged;     /* bytes have moved to the host */
     bool host_full; /* no host frame could be had; cleared when one becomes free */
-    uint32_t setback_count; /* steps of evictions that the device refused, since one succeeded */
-    uint64_t setback_ns;    /* when it refused last */
+    uint32_t
+        setback_count;   /* steps of evictions that the device refused, since one succeeded */
+    uint64_t setback_ns; /* when it refused last */
     tp_status failed;
 
     uint64_t use_clock; /* uses of blocks so far */
     tp_runs runs;
-    tp_link ahead_blocks; /* brought ahead of their use, oldest first */
+    tp_link ahead_blocks;         /* brought ahead of their use, oldest first */
     tp_ahead ahead[TP_AHEAD_MAX]; /* collected by tp_readahead_note */
     uint32_t ahead_count;
     size_t ahead_bytes; /* of the blocks that are ahead of their use */

@@ -6,10 +6,10 @@
 #include "pager/pager.h"
 
 enum {
-    WALK_MAX = 256,    /* neighbours looked at, resident ones included */
-    REACH = 256,       /* uses between two misses of one run, at most */
-    IDLE = 12,         /* notes in other runs after which a run has ended */
-    PASSED = 64,       /* uses that a run may be out of order */
+    WALK_MAX = 256, /* neighbours looked at, resident ones included */
+    REACH = 256,    /* uses between two misses of one run, at most */
+    IDLE = 12,      /* notes in other runs after which a run has ended */
+    PASSED = 64,    /* uses that a run may be out of order */
     TREND_MAX = 4,
     TREND_SURE = 2
 };
@@ -54,7 +54,8 @@ int tp_runs_note(tp_runs *runs, uint64_t stamp, uint64_t *run_id) {
 bool tp_runs_alive(const tp_runs *runs, uint64_t run_id) {
     for (uint32_t i = 0; i < TP_RUNS_MAX; i++) {
         const tp_run *run = &runs->at[i];
-        if (run->count > 0 && run->id == run_id) return runs->note_count - run->last_note <= IDLE;
+        if (run->count > 0 && run->id == run_id)
+            return runs->note_count - run->last_note <= IDLE;
     }
     return false;
 }
@@ -122,8 +123,8 @@ void tp_readahead_note(tp_pager *pager, tp_block *block) {
 /* Free memory is left for what the program allocates meanwhile. */
 static bool memory_to_spare(const tp_pager *pager, size_t bytes) {
     const size_t cap = tp_budget_frame_cap(&pager->budget);
-    const size_t free_bytes = pager->device_frames.free_bytes +
-                              tp_sub_floor(cap, pager->device_frames.created_bytes);
+    const size_t free_bytes =
+        pager->device_frames.free_bytes + tp_sub_floor(cap, pager->device_frames.created_bytes);
     return free_bytes >= bytes + tp_budget_reclaim_start(&pager->budget) / 4;
 }
 

@@ -10,11 +10,11 @@
 _Thread_local uint32_t tp_thread_pins;
 
 enum {
-    WAIT_NS = 2000000,           /* one look at the world while waiting for memory */
-    PATIENCE_NS = 50000000,      /* how long other threads' pins and regions are waited for */
-    STALL_NS = 50000,            /* a shorter wait is no stall */
-    NEGOTIATE_NS = 2000000,      /* the foreign allocator is asked no more often */
-    SETBACK_NS = 100000000,      /* the pause of evictions after SETBACKS_MAX setbacks in a row */
+    WAIT_NS = 2000000,      /* one look at the world while waiting for memory */
+    PATIENCE_NS = 50000000, /* how long other threads' pins and regions are waited for */
+    STALL_NS = 50000,       /* a shorter wait is no stall */
+    NEGOTIATE_NS = 2000000, /* the foreign allocator is asked no more often */
+    SETBACK_NS = 100000000, /* the pause of evictions after SETBACKS_MAX setbacks in a row */
     SETBACKS_MAX = 4,
     CANDIDATES_MAX = 64
 };
@@ -63,8 +63,8 @@ size_t tp_reclaim_release(tp_pager *pager, tp_frame_pool *pool, size_t bytes) {
     }
     pool->created_bytes -= got;
     pool->release_count += count;
-    tp_gauge_sub(pool->kind == TP_FRAME_DEVICE ? &pager->stats.reserved : &pager->stats.host_held,
-                 got);
+    tp_gauge_sub(
+        pool->kind == TP_FRAME_DEVICE ? &pager->stats.reserved : &pager->stats.host_held, got);
     pager->stats.held.current = pager->stats.reserved.current + pager->foreign_held_bytes;
     tp_tally_add(&pager->stats.frame_releases, got, 0);
     tp_cond_broadcast(&pager->changed);
@@ -72,7 +72,8 @@ size_t tp_reclaim_release(tp_pager *pager, tp_frame_pool *pool, size_t bytes) {
 }
 
 /* Creates a frame that the budget admits. Drops the lock. NULL: the device refused. */
-static tp_frame *create(tp_pager *pager, tp_frame_pool *pool, size_t bytes, tp_status *refused) {
+static tp_frame *create(tp_pager *pager, tp_frame_pool *pool, size_t bytes,
+                        tp_status *refused) {
     tp_gauge *gauge =
         pool->kind == TP_FRAME_DEVICE ? &pager->stats.reserved : &pager->stats.host_held;
     pool->created_bytes += bytes;
@@ -125,7 +126,8 @@ static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
         for (uint32_t i = 0; i < block->extent_count; i++) {
             tp_extent *extent = &block->extents[i];
-            if (extent->bytes != bytes || extent->state != TP_EXTENT_DIRTY || extent->busy) continue;
+            if (extent->bytes != bytes || extent->state != TP_EXTENT_DIRTY || extent->busy)
+                continue;
             if (TP_RULE(pager, TP_RULE_SAME_STREAM) &&
                 !tp_uses_only_on(&pager->markers, &block->uses, stream)) {
                 break;

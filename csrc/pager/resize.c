@@ -94,13 +94,15 @@ static tp_status fit_foreign(tp_pager *pager, size_t limit, tp_error *error) {
 static void widen_foreign(tp_pager *pager) {
     if (pager->hooks.foreign_cap == NULL || pager->hooks.foreign_held == NULL) return;
     const size_t target = tp_budget_foreign_target(&pager->budget, pager->foreign_held_bytes);
-    const size_t room = tp_sub_floor(pager->budget.limit_bytes, pager->device_frames.created_bytes);
+    const size_t room =
+        tp_sub_floor(pager->budget.limit_bytes, pager->device_frames.created_bytes);
     if (target <= pager->budget.foreign_cap_bytes || target > room) return;
     pager->budget.foreign_cap_bytes = target;
     (void)foreign_cap(pager, target, false);
 }
 
-static tp_status resize(tp_pager *pager, size_t device_bytes, size_t host_bytes, tp_error *error) {
+static tp_status resize(tp_pager *pager, size_t device_bytes, size_t host_bytes,
+                        tp_error *error) {
     const tp_budget old = pager->budget;
     if (host_bytes < pager->host_frames.created_bytes) {
         (void)tp_reclaim_release(pager, &pager->host_frames,
@@ -222,7 +224,8 @@ void tp_resize_flush(tp_pager *pager) {
 static void await_evictions(tp_pager *pager) {
     for (;;) {
         bool any = false;
-        for (tp_link *link = pager->inflight.next; link != &pager->inflight; link = link->next) {
+        for (tp_link *link = pager->inflight.next; link != &pager->inflight;
+             link = link->next) {
             const tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
             any = any || (extent->evict && (extent->busy || !tp_evict_blocked(pager, extent)));
         }
@@ -254,9 +257,9 @@ tp_status tp_resize_evict(tp_pager *pager, tp_addr addr, tp_error *error) {
     if (!pager->offload) return tp_error_set(error, TP_BUSY, "auto_offload is off");
     if (!tp_reclaim_evictable(pager, block)) {
         return tp_error_set(error, TP_BUSY, "the block is %s",
-                            !block->seen                  ? "not known to be a tensor"
-                            : tp_block_fixed(block)     ? "pinned or exported"
-                                                          : "in use by an operator");
+                            !block->seen            ? "not known to be a tensor"
+                            : tp_block_fixed(block) ? "pinned or exported"
+                                                    : "in use by an operator");
     }
     const uint64_t generation = block->generation;
     tp_marker decided = {0};

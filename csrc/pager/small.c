@@ -15,8 +15,8 @@ typedef struct tp_slab {
     size_t bytes, unit_bytes;
     tp_stream stream;
     tp_suballoc sub;
-    tp_span *spans[UNITS];   /* by first unit */
-    tp_uses *shared[UNITS];  /* streams other than the slab's that use the piece, or NULL */
+    tp_span *spans[UNITS];  /* by first unit */
+    tp_uses *shared[UNITS]; /* streams other than the slab's that use the piece, or NULL */
 } tp_slab;
 
 typedef struct tp_pending {

@@ -37,8 +37,9 @@ static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
         if (status != TP_OK) return status;
     }
     const tp_addr host = extent->host->window, device = extent->device->window;
-    tp_status status = dev->ops->copy(dev, dir, dir == TP_COPY_TO_HOST ? host : device,
-                                      dir == TP_COPY_TO_HOST ? device : host, extent->bytes, error);
+    tp_status status =
+        dev->ops->copy(dev, dir, dir == TP_COPY_TO_HOST ? host : device,
+                       dir == TP_COPY_TO_HOST ? device : host, extent->bytes, error);
     if (status != TP_OK) return status;
     status = tp_marker_record(&pager->markers, stream, &extent->copy, error);
     if (status != TP_OK) {
@@ -71,8 +72,8 @@ tp_status tp_transfer_write_back(tp_pager *pager, tp_extent *extent, tp_error *e
 
 tp_status tp_transfer_fill(tp_pager *pager, tp_extent *extent, tp_error *error) {
     TP_REQUIRE(extent->state == TP_EXTENT_HOST && extent->device != NULL);
-    const tp_status status = queue_copy(pager, extent, TP_COPY_TO_DEVICE,
-                                        TP_RULE(pager, TP_RULE_FILL_ORDER), error);
+    const tp_status status =
+        queue_copy(pager, extent, TP_COPY_TO_DEVICE, TP_RULE(pager, TP_RULE_FILL_ORDER), error);
     if (status != TP_OK) return status;
     extent->abandon = false;
     tp_extent_become(pager, extent, TP_EXTENT_FILLING);

@@ -13,7 +13,8 @@ bool tp_transfer_done(tp_pager *pager, tp_extent *extent);
 /* The copy counts no more, finished or not. */
 void tp_transfer_forget(tp_pager *pager, tp_extent *extent);
 /* DIRTY with a host frame attached -> WRITING. On failure it stays DIRTY. */
-TP_MUST_USE tp_status tp_transfer_write_back(tp_pager *pager, tp_extent *extent, tp_error *error);
+TP_MUST_USE tp_status tp_transfer_write_back(tp_pager *pager, tp_extent *extent,
+                                             tp_error *error);
 /* HOST with a device frame attached and `decided` set -> FILLING. On failure it stays HOST. */
 TP_MUST_USE tp_status tp_transfer_fill(tp_pager *pager, tp_extent *extent, tp_error *error);
 

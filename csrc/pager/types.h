@@ -42,46 +42,53 @@ typedef struct tp_config {
     size_t segment_bytes;       /* addresses reserved at once; 0: chosen from the device */
     bool offload;               /* may bytes move to the host */
     bool strict;                /* evicted extents map nothing (tests; promise P4 off) */
-    bool page_out_before_op;    /* tests: everything evictable is evicted before each operator */
-    bool serve_small;           /* requests below large_min share blocks (the pluggable door);
+    bool page_out_before_op; /* tests: everything evictable is evicted before each operator */
+    bool serve_small;        /* requests below large_min share blocks (the pluggable door);
                                    else each gets a block of its own */
-    uint32_t rules_off;         /* debug builds: tp_rule bits switched off, to prove the tests */
+    uint32_t rules_off;      /* debug builds: tp_rule bits switched off, to prove the tests */
     tp_hooks hooks;
 } tp_config;
 
 /* The rules about mappings that a debug build can switch off one by one (csrc/README.md). */
 typedef enum tp_rule {
-    TP_RULE_CONTEXT_MARKER = 1 << 0, /* a live block's mapping changes only behind a context-wide
+    TP_RULE_CONTEXT_MARKER =
+        1 << 0,            /* a live block's mapping changes only behind a context-wide
                                         marker recorded after deciding to change it */
-    TP_RULE_PIN = 1 << 1,            /* a pinned block's mapping does not change */
-    TP_RULE_GATE = 1 << 2,           /* nor any live block's while an opaque region is open */
-    TP_RULE_OLD_MAPPING = 1 << 3,    /* a freed block's mapping stays until its markers completed */
-    TP_RULE_SAME_STREAM = 1 << 4,    /* its frames serve at once only the one stream that used it */
-    TP_RULE_WRITE_BACK_ORDER = 1 << 5, /* a write-back starts, on the device, after the last use */
-    TP_RULE_FILL_ORDER = 1 << 6,     /* a fill starts, on the device, after uses over HOST */
-    TP_RULE_FILL_COMPLETE = 1 << 7,  /* an address maps a filled frame only after the copy is done */
-    TP_RULE_WRITTEN_MEANWHILE = 1 << 8, /* a write during a write-back leaves the extent DIRTY */
-    TP_RULE_BUSY_FRAME = 1 << 9      /* a frame with a copy in flight serves nobody else */
+    TP_RULE_PIN = 1 << 1,  /* a pinned block's mapping does not change */
+    TP_RULE_GATE = 1 << 2, /* nor any live block's while an opaque region is open */
+    TP_RULE_OLD_MAPPING =
+        1 << 3, /* a freed block's mapping stays until its markers completed */
+    TP_RULE_SAME_STREAM =
+        1 << 4, /* its frames serve at once only the one stream that used it */
+    TP_RULE_WRITE_BACK_ORDER =
+        1 << 5,                  /* a write-back starts, on the device, after the last use */
+    TP_RULE_FILL_ORDER = 1 << 6, /* a fill starts, on the device, after uses over HOST */
+    TP_RULE_FILL_COMPLETE =
+        1 << 7, /* an address maps a filled frame only after the copy is done */
+    TP_RULE_WRITTEN_MEANWHILE = 1
+                                << 8, /* a write during a write-back leaves the extent DIRTY */
+    TP_RULE_BUSY_FRAME = 1 << 9       /* a frame with a copy in flight serves nobody else */
 } tp_rule;
 
 typedef struct tp_oom {
     size_t requested_bytes;
     size_t budget_bytes, resident_bytes, cached_bytes, foreign_bytes; /* device side */
     size_t pinned_bytes, unseen_bytes; /* resident, but immovable or never seen as an operand */
-    size_t host_bytes, host_held_bytes, host_budget_bytes; /* HOST extents; host frames; their cap */
+    size_t host_bytes, host_held_bytes,
+        host_budget_bytes;   /* HOST extents; host frames; their cap */
     bool offload, host_side; /* host_side: it was the host budget that had no room */
     tp_status device_status; /* what the device itself answered, if it did */
 } tp_oom;
 
 typedef enum tp_alloc_flags {
-    TP_ALLOC_PINNED = 1 << 0,   /* born with a pin count of one: give it to an operator with
+    TP_ALLOC_PINNED = 1 << 0, /* born with a pin count of one: give it to an operator with
                                    tp_op_adopt. Small requests that share a block: nothing */
-    TP_ALLOC_SEEN = 1 << 1      /* known to be a tensor */
+    TP_ALLOC_SEEN = 1 << 1    /* known to be a tensor */
 } tp_alloc_flags;
 
 typedef struct tp_block_info {
     tp_addr addr;
-    size_t requested_bytes, bytes; /* bytes: rounded to the granularity */
+    size_t requested_bytes, bytes;     /* bytes: rounded to the granularity */
     size_t resident_bytes, host_bytes; /* extents by where the address maps */
     uint32_t extent_count, dirty_count, clean_count, host_count, busy_count;
     uint32_t pin_count; /* operators and handles */
@@ -108,7 +115,7 @@ typedef struct tp_stats {
     tp_gauge active;    /* their sizes, rounded */
     tp_gauge reserved;  /* device frames that exist */
     tp_gauge resident;  /* device frames mapped by live blocks */
-    tp_gauge host;      /* live bytes whose address maps a host frame or, in strict mode, nothing */
+    tp_gauge host; /* live bytes whose address maps a host frame or, in strict mode, nothing */
     tp_gauge host_held; /* host frames that exist */
     tp_gauge pinned;    /* live bytes made immovable by tp_pin or tp_export */
     tp_gauge held;      /* reserved + foreign, as of the last change of ours */
@@ -116,7 +123,8 @@ typedef struct tp_stats {
     /* misses: operators' accesses to extents in HOST, whose fill had not been asked for; stalls: waits of a launching thread for memory or for a fill;
        evictions.ns and fills.ns: time spent changing the mapping */
     tp_tally memory_stalls; /* of the stalls, those for memory */
-    tp_tally host_operators; /* accesses run over HOST operands because nothing could be evicted */
+    tp_tally
+        host_operators; /* accesses run over HOST operands because nothing could be evicted */
     tp_tally discards;  /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 typedef struct tp_candidate {
-    size_t clean_bytes, dirty_bytes; /* evictable now */
+    size_t clean_bytes, dirty_bytes;           /* evictable now */
     size_t take_clean_bytes, take_dirty_bytes; /* the answer: how much of each to evict */
 } tp_candidate;
 

@@ -330,7 +330,7 @@ static void expect_rule_needed(uint32_t rule, unsigned schedules) {
     printf("  rule %#x off: wrong after %u schedules\n", rule, tried);
 }
 
-#define RULE_TEST(name, rule, schedules) \
+#define RULE_TEST(name, rule, schedules)                                                       \
     TEST(schedules_go_wrong_without_##name) { expect_rule_needed(rule, schedules); }
 
 RULE_TEST(context_markers, TP_RULE_CONTEXT_MARKER, 3000)

@@ -21,7 +21,8 @@ typedef struct scene {
 
 static tp_status scene_open(scene *s, const fault_plan *plan) {
     memset(s, 0, sizeof *s);
-    const tp_sim_options options = {.device_bytes = 4 * TP_MIB, .granularity_bytes = 4 * TP_KIB};
+    const tp_sim_options options = {.device_bytes = 4 * TP_MIB,
+                                    .granularity_bytes = 4 * TP_KIB};
     MUST_OK(tp_sim_device_create(&options, &s->sim, &test_error));
     MUST_OK(fault_device_create(s->sim, &s->dev, &test_error));
     fault_device_arm(s->dev, plan);
@@ -140,7 +141,9 @@ static void loop(uint32_t calls, bool persistent) {
            went_failed);
 }
 
-TEST(fault_in_any_one_call_is_survived) { loop(FAULT_ALL_CALLS & ~(1u << FAULT_EVENT_QUERY), false); }
+TEST(fault_in_any_one_call_is_survived) {
+    loop(FAULT_ALL_CALLS & ~(1u << FAULT_EVENT_QUERY), false);
+}
 
 TEST(fault_in_frames_for_good_is_survived) {
     loop((1u << FAULT_DEVICE_FRAME) | (1u << FAULT_HOST_FRAME), true);

@@ -34,7 +34,8 @@ static tp_status slow_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr
                            size_t bytes, tp_error *error) {
     const int idles = slowness != 0 ? slowness : (src >> 14) % 3 == 0 ? 12 : 0;
     for (int i = 0; i < idles; i++) {
-        const tp_status status = tp_sim_launch(dev, dev->copy_stream[dir], idle, NULL, 1, error);
+        const tp_status status =
+            tp_sim_launch(dev, dev->copy_stream[dir], idle, NULL, 1, error);
         if (status != TP_OK) return status;
     }
     return plain_copy(dev, dir, dst, src, bytes, error);
@@ -209,13 +210,15 @@ void world_idle(world *w, unsigned stream, int count) {
 
 static void note_use(world *w, world_tensor *t, unsigned stream) {
     t->used[stream] = true;
-    EXPECT_OK(w->dev->ops->event_record(w->dev, t->last[stream], w->streams[stream], &test_error));
+    EXPECT_OK(
+        w->dev->ops->event_record(w->dev, t->last[stream], w->streams[stream], &test_error));
 }
 
 static bool alloc(world *w, unsigned idx, size_t bytes, unsigned stream) {
     world_tensor *t = &w->tensors[idx];
     tp_addr addr = 0;
-    if (tp_alloc(w->core, bytes, w->streams[stream], 0, &addr, NULL, NULL) != TP_OK) return false;
+    if (tp_alloc(w->core, bytes, w->streams[stream], 0, &addr, NULL, NULL) != TP_OK)
+        return false;
     t->addr = addr;
     t->bytes = bytes;
     memset(t->used, 0, sizeof t->used);
@@ -255,7 +258,8 @@ void world_free(world *w, unsigned idx) {
 static void order(world *w, world_tensor *t, unsigned stream) {
     for (unsigned s = 0; s < WORLD_STREAMS; s++) {
         if (s == stream || !t->used[s]) continue;
-        EXPECT_OK(w->dev->ops->stream_wait(w->dev, w->streams[stream], t->last[s], &test_error));
+        EXPECT_OK(
+            w->dev->ops->stream_wait(w->dev, w->streams[stream], t->last[s], &test_error));
     }
 }
 

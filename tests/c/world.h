@@ -16,9 +16,9 @@
 enum { WORLD_TENSORS = 24, WORLD_STREAMS = 3 };
 
 typedef struct world_tensor {
-    tp_addr addr;  /* 0: none */
+    tp_addr addr; /* 0: none */
     size_t bytes;
-    uint64_t value; /* what a kernel launched now would find */
+    uint64_t value;               /* what a kernel launched now would find */
     tp_event last[WORLD_STREAMS]; /* last work on it, by stream */
     bool used[WORLD_STREAMS];
 } world_tensor;
@@ -40,9 +40,9 @@ typedef struct world {
     tp_stream streams[WORLD_STREAMS];
     world_tensor tensors[WORLD_TENSORS];
     uint64_t random;
-    atomic_uint pending;   /* kernels launched and not yet run */
-    atomic_uint wrong;     /* a kernel read a value that is not the model's */
-    atomic_uint unmapped;  /* a kernel met an address that maps nothing */
+    atomic_uint pending;  /* kernels launched and not yet run */
+    atomic_uint wrong;    /* a kernel read a value that is not the model's */
+    atomic_uint unmapped; /* a kernel met an address that maps nothing */
     uint64_t next_value;
 } world;
 
