@@ -15,8 +15,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -89,16 +89,41 @@ def stepper(config: Config) -> Callable[[], None]:
     return step
 
 
-def switch(mode: str, door: Any, install: Callable[[], None]) -> None:
-    """Put the process into one of the modes."""
-    if mode == "native":
-        _torch_cpu.hook_forced(False)
-        if door.installed():
-            door.uninstall()
-        return
-    if not door.installed():
-        install()
-    _torch_cpu.hook_forced(mode == "armed")
+Switch = Callable[[str], None]
+
+
+@contextmanager
+def gpu_switch() -> Iterator[Switch]:
+    """Yield what puts the process into a mode: outside or inside ``auto_offload()``."""
+    active: list[Any] = []
+
+    def switch(mode: str) -> None:
+        if mode == "native" and active:
+            active.pop().stop()
+        if mode != "native" and not active:
+            active.append(torchpager.auto_offload())
+            active[0].start()
+        _torch_cpu.hook_forced(mode == "armed")
+
+    yield switch
+    switch("native")
+
+
+@contextmanager
+def cpu_switch(large_min: int) -> Iterator[Switch]:
+    """Yield the same for CPU tensors, inside ``simulate()`` and ``auto_offload()``."""
+
+    def switch(mode: str) -> None:
+        if mode == "native" and _torch_cpu.installed():
+            _torch_cpu.uninstall()
+        if mode != "native" and not _torch_cpu.installed():
+            _torch_cpu.install(large_min)
+        _torch_cpu.hook_forced(mode == "armed")
+
+    device = torchpager.simulate("2 GiB", granularity=large_min, large_min=large_min)
+    with device, torchpager.auto_offload():
+        yield switch
+        switch("installed")  # as it was found
 
 
 def turn(workload: Workload, step: Callable[[], None]) -> float:
@@ -113,7 +138,7 @@ def turn(workload: Workload, step: Callable[[], None]) -> float:
     return (time.perf_counter() - begin) / workload.timed_steps
 
 
-def measure(workload: Workload, rounds: int, door: Any, install: Callable[[], None]) -> Any:
+def measure(workload: Workload, rounds: int, switch: Switch) -> Any:
     """Time the modes in turns and return figures as a JSON object."""
     step = stepper(workload.config)
     for _ in range(3):
@@ -125,11 +150,10 @@ def measure(workload: Workload, rounds: int, door: Any, install: Callable[[], No
     for index in range(rounds):
         for shift in range(len(MODES)):
             mode = MODES[(index + shift) % len(MODES)]
-            switch(mode, door, install)
+            switch(mode)
             times[mode].append(turn(workload, step))
             seen_by_mode[mode] += _torch_cpu.hook_calls() - calls
             calls = _torch_cpu.hook_calls()
-    switch("installed", door, install)
     ratios = {
         mode: median(a / b for a, b in zip(times[mode], times["native"], strict=True))
         for mode in MODES
@@ -146,27 +170,22 @@ def measure(workload: Workload, rounds: int, door: Any, install: Callable[[], No
 
 def on_gpu(rounds: int) -> list[Any]:
     """Measure both workloads through the wrapper door."""
-    from torchpager import _torch_cuda
-
     found = []
-    with torchpager.auto_offload():
-        for workload in (SMALL, BIG):
-            found.append(measure(workload, rounds, _torch_cuda, _torch_cuda.install))
-            torch.cuda.empty_cache()
+    for workload in (SMALL, BIG):
+        with gpu_switch() as switch:
+            found.append(measure(workload, rounds, switch))
+        torch.cuda.empty_cache()
     return found
 
 
 def on_cpu(rounds: int) -> list[Any]:
     """Measure a small workload through the CPU door."""
     torch.set_num_threads(1)
-    least = 64 << 10
     workload = replace(
         SMALL, config=replace(SMALL.config, device="cpu", autocast=False), timed_steps=10
     )
-    with ExitStack() as stack:
-        stack.enter_context(torchpager.simulate("2 GiB", granularity=least, large_min=least))
-        stack.enter_context(torchpager.auto_offload())
-        return [measure(workload, rounds, _torch_cpu, lambda: _torch_cpu.install(least))]
+    with cpu_switch(64 << 10) as switch:
+        return [measure(workload, rounds, switch)]
 
 
 def main() -> int:

