@@ -334,7 +334,7 @@ tp_status tp_touch(tp_core *core, tp_addr addr, bool write, tp_stream stream, tp
 void tp_mark_seen(tp_core *core, tp_addr addr) {
     tp_pager *pager = enter(core);
     tp_block *block = tp_block_live(pager, addr);
-    if (block != NULL) block->seen = true;
+    if (block != NULL) block->seen = block->tensor = true;
     leave(pager);
 }
 

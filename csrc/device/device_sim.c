@@ -891,6 +891,14 @@ static tp_status sim_event_record(tp_device *dev, tp_event event, tp_stream stre
     tp_lock_take(&sim->lock);
     sim_stream *target = stream_locked(sim, stream);
     tp_status status = queue_check_locked(sim, target, CODE_CAPTURE_UNSUPPORTED, error);
+    /* Nothing is before it: complete at once, as most markers of CPU tensors are. */
+    const bool idle = status == TP_OK && !sim->options.manual && tp_list_empty(&target->items);
+    if (idle) {
+        event_set_latest_locked(event, NULL);
+        record_unref_locked(record);
+        tp_lock_drop(&sim->lock);
+        return TP_OK;
+    }
     if (status == TP_OK && !record_push_locked(sim, target, record)) {
         status = tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for a queued record");
     }

@@ -5,6 +5,8 @@
 
 #include "base/check.h"
 
+enum { TRIM_COUNT = 16 };
+
 /* One recorded point of a lane. A context-wide marker on a device that cannot record one is a set
  * of ordinary markers (`parts`) instead of an event. */
 typedef struct tp_point {
@@ -140,21 +142,28 @@ static void lane_pop(tp_markers *markers, tp_lane *lane) {
     lane->count--;
 }
 
-/* Pops what is complete, in order, until `seq` is. */
+/* The point of that seq, which is not complete yet: the seqs of a ring are consecutive. */
+static const tp_point *lane_find(const tp_lane *lane, uint64_t seq) {
+    TP_ASSERT(seq > lane->done_seq && seq <= lane->recorded_seq);
+    const uint32_t idx = (uint32_t)(seq - lane->done_seq - 1);
+    return &lane->ring[(lane->head + idx) & (lane->capacity - 1)];
+}
+
+/* The points of a lane complete in order: one look at the last one asked for answers for all
+ * before it. */
 static bool lane_reap(tp_markers *markers, uint32_t idx, uint64_t seq) {
-    while (markers->lanes[idx].done_seq < seq) {
-        tp_lane *lane = &markers->lanes[idx];
-        if (lane->count == 0 || !point_done(markers, &lane->ring[lane->head])) return false;
-        lane_pop(markers, lane);
-    }
+    if (markers->lanes[idx].done_seq >= seq) return true;
+    if (!point_done(markers, lane_find(&markers->lanes[idx], seq))) return false;
+    tp_lane *lane = &markers->lanes[idx];
+    while (lane->done_seq < seq) lane_pop(markers, lane);
     return true;
 }
 
-/* Two looks at the oldest points for each new one keep the ring short without asking much. */
+/* Now and then a look at the middle keeps the ring short. */
 static void lane_trim(tp_markers *markers, uint32_t idx) {
     const tp_lane *lane = &markers->lanes[idx];
-    if (lane->count > 0) {
-        (void)lane_reap(markers, idx, lane->done_seq + (lane->count > 1 ? 2 : 1));
+    if (lane->count >= TRIM_COUNT && lane->recorded_seq % TRIM_COUNT == 0) {
+        (void)lane_reap(markers, idx, lane->done_seq + lane->count / 2);
     }
 }
 
@@ -240,13 +249,6 @@ tp_status tp_marker_record_context(tp_markers *markers, tp_marker *out, tp_error
     }
     *out = lane_push(lane, TP_LANE_CONTEXT, event, NULL, 0);
     return TP_OK;
-}
-
-/* The point of that seq, which is not complete yet: the seqs of a ring are consecutive. */
-static const tp_point *lane_find(const tp_lane *lane, uint64_t seq) {
-    TP_ASSERT(seq > lane->done_seq && seq <= lane->recorded_seq);
-    const uint32_t idx = (uint32_t)(seq - lane->done_seq - 1);
-    return &lane->ring[(lane->head + idx) & (lane->capacity - 1)];
 }
 
 tp_status tp_marker_stream_wait(tp_markers *markers, tp_stream stream, tp_marker marker,

@@ -71,7 +71,9 @@ struct tp_block {
     uint32_t op_pins;      /* by operators in progress */
     uint32_t waiting_pins; /* of those, by threads that wait for its fill and launch nothing */
     uint32_t handle_pins;  /* by tp_pin */
-    bool seen;             /* was a tensor operand or output */
+    bool unmarked;         /* freed with no marker recorded: only its own stream may have it */
+    bool seen;             /* was a tensor operand or output since the hook was armed */
+    bool tensor;           /* was one ever */
     bool exported;         /* immovable for good */
     bool captured;         /* touched during a stream capture: immovable */
     bool slab;             /* shared by small requests: its mapping never changes */

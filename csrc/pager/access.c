@@ -132,7 +132,7 @@ static void pin_all(tp_pager *pager, tp_op *op, const tp_access *accesses, size_
     for (size_t i = 0; i < count; i++) {
         tp_block *block = tp_block_live(pager, accesses[i].addr);
         if (block == NULL) continue;
-        block->seen = true;
+        block->seen = block->tensor = true;
         if (!pins_reserve(op, 1)) {
             make_immovable(pager, block, &block->captured);
             continue;
@@ -363,7 +363,7 @@ void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t ou
     for (size_t i = 0; i < output_count; i++) {
         tp_block *block = tp_block_live(pager, outputs[i]);
         if (block == NULL) continue;
-        block->seen = true;
+        block->seen = block->tensor = true;
         lru_touch(pager, block);
         mark_use(pager, block, marker, marked);
     }

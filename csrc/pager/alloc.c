@@ -59,7 +59,42 @@ static void finish(tp_pager *pager, tp_block *block, uint32_t unmapped, tp_statu
     tp_cond_broadcast(&pager->changed);
 }
 
+/* ---- markers of freed blocks ------------------------------------------------------------- */
+
+/* Records how far the streams that use a freed block have come. False: not possible now. */
+static bool refresh(tp_pager *pager, tp_block *block) {
+    if (pager->capture_depth > 0) return false;
+    block->unmarked = false;
+    if (tp_uses_refresh(&pager->markers, &block->uses, NULL) == TP_OK) return true;
+    tp_marker everything = {0};
+    if (tp_marker_record_context(&pager->markers, &everything, NULL) != TP_OK) {
+        block->unmarked = true;
+        return false;
+    }
+    block->uses.at[0] = (tp_use){everything, false};
+    block->uses.count = 1;
+    return true;
+}
+
+/* While nobody waits for memory, a block that only its own stream has used is cached without a
+ * marker: most come back to that stream in the same size. The marker is recorded when the block
+ * is wanted for anything else; being later, it covers more. */
+static bool needs_no_marker(const tp_pager *pager, const tp_block *block) {
+    return !pager->pressure && !tp_ticket_taken(pager) && block->uses.count == 1 &&
+           block->uses.at[0].marker.lane != TP_LANE_CONTEXT &&
+           tp_markers_stream(&pager->markers, block->uses.at[0].marker.lane) == block->stream;
+}
+
 /* ---- birth ------------------------------------------------------------------------------------- */
+
+bool tp_block_serves(tp_pager *pager, tp_block *block, tp_stream stream) {
+    if (!TP_RULE(pager, TP_RULE_SAME_STREAM)) return true;
+    if (block->unmarked) {
+        if (block->stream == stream) return true;
+        if (!refresh(pager, block)) return false;
+    }
+    return tp_uses_only_on(&pager->markers, &block->uses, stream);
+}
 
 /* A cached block of exactly that size whose earlier uses are ordered before `stream`. */
 static tp_block *cache_take(tp_pager *pager, size_t bytes, tp_stream stream) {
@@ -67,10 +102,7 @@ static tp_block *cache_take(tp_pager *pager, size_t bytes, tp_stream stream) {
     for (tp_link *link = head->prev; link != head; link = link->prev) {
         tp_block *block = TP_CONTAINER(link, tp_block, size);
         if (block->bytes != bytes) continue;
-        if (TP_RULE(pager, TP_RULE_SAME_STREAM) &&
-            !tp_uses_only_on(&pager->markers, &block->uses, stream)) {
-            continue;
-        }
+        if (!tp_block_serves(pager, block, stream)) continue;
         tp_list_remove(&block->size);
         tp_list_remove(&block->lru);
         pager->stats.cache_hits++;
@@ -244,7 +276,7 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     pager->op_pin_total += block->op_pins;
     tp_thread_pins += block->op_pins;
     block->waiting_pins = block->handle_pins = 0;
-    block->seen = (flags & TP_ALLOC_SEEN) != 0;
+    block->seen = block->tensor = (flags & TP_ALLOC_SEEN) != 0;
     block->exported = block->captured = block->slab = false;
     block->ahead = false;
     block->stamp = ++pager->use_clock;
@@ -287,6 +319,7 @@ tp_status tp_block_alloc(tp_pager *pager, size_t bytes, tp_stream stream, uint32
         }
     }
     block->uses = (tp_uses){.at = {{{lane, 0}, true}}, .count = 1};
+    block->unmarked = false;
     publish(pager, block, bytes, stream, flags);
     *out = block->addr;
     return TP_OK;
@@ -338,16 +371,6 @@ static void settle(tp_pager *pager, tp_block *block) {
     tp_cond_broadcast(&pager->changed);
 }
 
-static bool refresh(tp_pager *pager, tp_block *block) {
-    if (pager->capture_depth > 0) return false;
-    if (tp_uses_refresh(&pager->markers, &block->uses, NULL) == TP_OK) return true;
-    tp_marker everything = {0};
-    if (tp_marker_record_context(&pager->markers, &everything, NULL) != TP_OK) return false;
-    block->uses.at[0] = (tp_use){everything, false};
-    block->uses.count = 1;
-    return true;
-}
-
 void tp_block_free(tp_pager *pager, tp_block *block) {
     TP_REQUIRE(block->life == TP_BLOCK_LIVE);
     tp_readahead_forget(pager, block);
@@ -360,7 +383,8 @@ void tp_block_free(tp_pager *pager, tp_block *block) {
     pager->stats.free_count++;
     block->life = TP_BLOCK_RETIRING;
     discard(pager, block);
-    if (refresh(pager, block)) {
+    block->unmarked = cacheable(block) && needs_no_marker(pager, block);
+    if (block->unmarked || refresh(pager, block)) {
         settle(pager, block);
     } else {
         tp_list_push_back(&pager->deferred, &block->lru);
@@ -384,7 +408,8 @@ void tp_block_retire(tp_pager *pager, tp_block *block) {
     tp_list_remove(&block->lru);
     tp_list_remove(&block->size);
     block->life = TP_BLOCK_RETIRING;
-    tp_list_push_back(&pager->retiring, &block->lru);
+    const bool marked = !block->unmarked || refresh(pager, block);
+    tp_list_push_back(marked ? &pager->retiring : &pager->deferred, &block->lru);
     tp_pager_wake(pager);
 }
 

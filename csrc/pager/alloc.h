@@ -15,7 +15,10 @@ TP_MUST_USE tp_status tp_block_alloc(tp_pager *pager, size_t bytes, tp_stream st
                                      tp_error *error);
 /* Frees a live block. Never waits, never drops the lock. */
 void tp_block_free(tp_pager *pager, tp_block *block);
-/* CACHED -> RETIRING. */
+/* Whether the memory of a freed block may serve `stream` at once: all that used it is complete, or
+ * comes before on that stream. May record its markers. */
+bool tp_block_serves(tp_pager *pager, tp_block *block, tp_stream stream);
+/* CACHED -> RETIRING, or deferred when its markers cannot be recorded now. */
 void tp_block_retire(tp_pager *pager, tp_block *block);
 /* Blocks freed during a capture: to be tried again now. True if any moved. */
 bool tp_block_free_deferred(tp_pager *pager);

@@ -107,10 +107,7 @@ static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
         const uint32_t last = block->extent_count - 1;
         /* All extents but the last have the largest size. */
         if (block->extents[0].bytes != bytes && block->extents[last].bytes != bytes) continue;
-        if (TP_RULE(pager, TP_RULE_SAME_STREAM) &&
-            !tp_uses_only_on(&pager->markers, &block->uses, stream)) {
-            continue;
-        }
+        if (!tp_block_serves(pager, block, stream)) continue;
         tp_block_retire(pager, block);
         for (uint32_t i = 0; i < block->extent_count; i++) {
             tp_extent *extent = &block->extents[i];

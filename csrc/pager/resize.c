@@ -134,9 +134,23 @@ static tp_status resize(tp_pager *pager, size_t device_bytes, size_t host_bytes,
                         pager->device_frames.created_bytes, device_bytes);
 }
 
+/* The frames of all cached blocks go to the pool. */
+static void retire_cached(tp_pager *pager) {
+    while (!tp_list_empty(&pager->cached)) {
+        tp_block_retire(pager, TP_CONTAINER(pager->cached.next, tp_block, lru));
+    }
+    while ((!tp_list_empty(&pager->retiring) || pager->unmapping_count > 0) &&
+           !tp_pager_halted(pager)) {
+        tp_pager_wake(pager);
+        tp_pager_wait(pager, WAIT_NS);
+    }
+}
+
 /* Offload ends: what fits comes back, the rest stays readable where it is. The lock is dropped at each
  * block, so the walk starts anew; a block that was tried has become the most recently used one. */
 static void bring_all_back(tp_pager *pager) {
+    if (pager->stats.host.current == 0) return;
+    retire_cached(pager);
     for (uint64_t tries = pager->stats.block_count; tries > 0; tries--) {
         tp_block *next = NULL;
         for (tp_link *link = pager->live.next; link != &pager->live && next == NULL;
@@ -145,7 +159,7 @@ static void bring_all_back(tp_pager *pager) {
             for (uint32_t i = 0; i < block->extent_count; i++) {
                 const tp_extent *extent = &block->extents[i];
                 if (extent->state != TP_EXTENT_HOST || tp_block_fixed(block)) continue;
-                if (block->seen) next = block; /* else kernels nobody announces may use it */
+                if (block->tensor) next = block; /* else kernels nobody announces may use it */
             }
         }
         if (next == NULL || tp_pager_halted(pager)) return;
@@ -208,14 +222,7 @@ tp_status tp_resize_yield(tp_pager *pager, size_t bytes, size_t *granted_cap_byt
 void tp_resize_flush(tp_pager *pager) {
     tp_ticket_take(pager);
     if (pager->capture_depth == 0) (void)tp_block_free_deferred(pager);
-    while (!tp_list_empty(&pager->cached)) {
-        tp_block_retire(pager, TP_CONTAINER(pager->cached.next, tp_block, lru));
-    }
-    while ((!tp_list_empty(&pager->retiring) || pager->unmapping_count > 0) &&
-           !tp_pager_halted(pager)) {
-        tp_pager_wake(pager);
-        tp_pager_wait(pager, WAIT_NS);
-    }
+    retire_cached(pager);
     (void)tp_reclaim_release(pager, &pager->device_frames, SIZE_MAX);
     tp_ticket_give(pager);
 }

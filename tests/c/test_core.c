@@ -206,6 +206,22 @@ TEST(budget_moves_while_running) {
     EXPECT_EQ(world_violations(&w), 0);
 }
 
+TEST(what_is_left_in_host_comes_home_with_a_larger_budget) {
+    world w;
+    world_options options = usual(11);
+    options.budget_bytes = 128 * TP_KIB;
+    world_open(&w, &options);
+    for (unsigned i = 0; i < 6; i++) MUST(world_alloc(&w, i, 64 * TP_KIB, 0));
+    EXPECT_OK(tp_core_set_offload(w.core, false, &test_error));
+    EXPECT_EQ(stats_of(&w).host.current, 4 * 64 * TP_KIB); /* the budget holds two */
+    EXPECT_OK(tp_core_set_budget(w.core, TP_MIB, TP_NO_LIMIT, &test_error));
+    EXPECT_EQ(stats_of(&w).host.current, 0);
+    const int reads[] = {0, 1, 5};
+    world_op(&w, 0, reads, 3, -1);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
 TEST(capture_stops_paging_and_defers_frees) {
     world w;
     const world_options options = usual(10);
