@@ -288,6 +288,15 @@ tp_status tp_uses_add(tp_markers *markers, tp_uses *uses, tp_marker marker, bool
     return TP_OK;
 }
 
+bool tp_uses_note(tp_uses *uses, uint32_t lane) {
+    uint32_t i = 0;
+    while (i < uses->count && uses->at[i].marker.lane != lane) i++;
+    if (i == TP_USES_MAX) return false;
+    if (i == uses->count) uses->count++;
+    uses->at[i] = (tp_use){{lane, 0}, true};
+    return true;
+}
+
 bool tp_uses_done(tp_markers *markers, tp_uses *uses) {
     for (uint32_t i = 0; i < uses->count; i++) {
         if (!tp_marker_done(markers, uses->at[i].marker)) return false;

@@ -66,6 +66,9 @@ TP_MUST_USE tp_status tp_marker_stream_wait(tp_markers *markers, tp_stream strea
  * replaced by one context-wide marker. */
 TP_MUST_USE tp_status tp_uses_add(tp_markers *markers, tp_uses *uses, tp_marker marker,
                                   bool refresh, tp_error *error);
+/* Notes that a lane has used it, up to where nobody has recorded: tp_uses_mark or tp_uses_refresh does
+ * when it matters. False: no room. */
+bool tp_uses_note(tp_uses *uses, uint32_t lane);
 bool tp_uses_done(tp_markers *markers, tp_uses *uses);
 /* True if every use that may be unfinished is on `stream`'s lane. */
 bool tp_uses_only_on(tp_markers *markers, tp_uses *uses, tp_stream stream);

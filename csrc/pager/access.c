@@ -346,10 +346,32 @@ void tp_access_adopt(tp_pager *pager, tp_op *op, tp_addr addr) {
     } /* else it stays pinned for good: safe, and freeing it forgets the pin */
 }
 
-/* A marker of the operator's work, or, where none can be recorded, a block that never moves and is
- * freed behind everything. */
-static void mark_use(tp_pager *pager, tp_block *block, tp_marker marker, bool marked) {
-    if (!marked || tp_uses_add(&pager->markers, &block->uses, marker, false, NULL) != TP_OK) {
+/* What stands for the work of an operator that ends. */
+typedef struct use_mark {
+    tp_marker marker; /* when seq is 0: the lane alone, to be recorded when it matters */
+    bool known;       /* false: nothing can stand for it */
+} use_mark;
+
+/* Nobody waits for memory: nothing will be evicted soon, and a marker recorded then covers this
+ * operator too. Else one that says exactly how far the block has been used. */
+static use_mark mark_of(tp_pager *pager, tp_stream stream) {
+    use_mark mark = {{0}, false};
+    if (capturing(pager, stream)) return mark;
+    mark.known =
+        pager->pressure
+            ? tp_marker_record(&pager->markers, stream, &mark.marker, NULL) == TP_OK
+            : tp_markers_lane(&pager->markers, stream, &mark.marker.lane, NULL) == TP_OK;
+    return mark;
+}
+
+/* A block whose use nothing stands for never moves and is freed behind everything. */
+static void mark_use(tp_pager *pager, tp_block *block, use_mark mark) {
+    const bool noted =
+        mark.known && mark.marker.seq == 0 && tp_uses_note(&block->uses, mark.marker.lane);
+    if (noted) return;
+    /* With seq 0 there was no room: what stands in the way makes place for a marker of all. */
+    if (!mark.known ||
+        tp_uses_add(&pager->markers, &block->uses, mark.marker, true, NULL) != TP_OK) {
         tp_access_lose_use(pager, block);
     }
 }
@@ -357,19 +379,17 @@ static void mark_use(tp_pager *pager, tp_block *block, tp_marker marker, bool ma
 void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t output_count,
                    tp_op *parent) {
     if (op->pin_count == 0 && output_count == 0) return;
-    tp_marker marker = {0};
-    const bool marked = !capturing(pager, op->stream) &&
-                        tp_marker_record(&pager->markers, op->stream, &marker, NULL) == TP_OK;
+    const use_mark mark = mark_of(pager, op->stream);
     for (size_t i = 0; i < output_count; i++) {
         tp_block *block = tp_block_live(pager, outputs[i]);
         if (block == NULL) continue;
         block->seen = block->tensor = true;
         lru_touch(pager, block);
-        mark_use(pager, block, marker, marked);
+        mark_use(pager, block, mark);
     }
     for (uint32_t i = 0; i < op->pin_count; i++) {
         const struct tp_op_pin pin = op->pins[i];
-        if (pin_holds(&pin)) mark_use(pager, pin.block, marker, marked);
+        if (pin_holds(&pin)) mark_use(pager, pin.block, mark);
         if (pin.adopted && parent != NULL && pin_holds(&pin) && pins_reserve(parent, 1)) {
             parent->pins[parent->pin_count++] = pin;
         } else {

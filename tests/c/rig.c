@@ -161,3 +161,18 @@ bool rig_returns(void (*body)(void *arg), void *arg, unsigned seconds) {
     free(b);
     return true;
 }
+
+void rig_press(rig *r) {
+    size_t budget = 0, host = 0;
+    tp_core_get_budget(r->core, &budget, &host);
+    tp_addr full[2];
+    for (unsigned i = 0; i < 2; i++) {
+        full[i] = rig_alloc(r, budget, 0);
+        rig_op(r, 0, full[i], budget, i, true);
+    }
+    rig_drain(r);
+    EXPECT(rig_stats(r).memory_stalls.count + rig_stats(r).evictions.count > 0);
+    for (unsigned i = 0; i < 2; i++) tp_free(r->core, full[i]);
+    tp_core_empty_cache(r->core);
+    atomic_store(&r->ran, 0);
+}

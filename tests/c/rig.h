@@ -48,6 +48,9 @@ void rig_launch(rig *r, unsigned stream, tp_addr addr, size_t bytes, uint64_t va
 /* An operator with one operand and its kernel. */
 void rig_op(rig *r, unsigned stream, tp_addr addr, size_t bytes, uint64_t value, bool write);
 
+/* Has somebody wait for memory once: from then on operators' ends are marked one by one. */
+void rig_press(rig *r);
+
 tp_stats rig_stats(rig *r);
 tp_block_info rig_info(rig *r, tp_addr addr);
 /* Runs `body` on another thread; false if it has not returned after `seconds` (it is left

@@ -40,6 +40,7 @@ TEST(frame_of_a_failed_birth_serves_no_other_stream_yet) {
 TEST(block_with_a_lost_marker_is_freed_behind_everything) {
     rig r;
     rig_open(&r, &(rig_options){.manual = true});
+    rig_press(&r);
     const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
     const tp_access access = {a, true};
     tp_op op = {0};
@@ -302,13 +303,7 @@ TEST(eviction_of_a_block_that_became_immovable_is_called_off) {
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, evict_one, &e) == 0);
     while (rig_info(&r, a).busy_count < 2) continue; /* write-backs queued; nothing runs them */
-    fault_device_arm(r.dev, &(fault_plan){.nth = 1, .calls = 1u << FAULT_EVENT_RECORD});
-    tp_op op = {0};
-    tp_op_begin(r.core, &op, NULL, 0, r.streams[1]);
-    tp_op_end(&op, &a, 1, NULL); /* an output whose use cannot be marked */
-    tp_op_fini(&op);
-    EXPECT(fault_device_fired(r.dev));
-    fault_device_disarm(r.dev);
+    tp_export(r.core, a);
     request q = {.r = &r, .bytes = 16 * TP_KIB};
     MUST(rig_returns(ask_alloc, &q, 20));
     EXPECT_EQ(q.status, TP_OK);
