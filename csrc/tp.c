@@ -474,6 +474,22 @@ static _Atomic int cores_used; /* one more than the highest index ever used */
 /* The simulated device first, so that a look-up passes few empty places. */
 static int place_of(int slot) { return (slot + 1) % TP_SLOT_MAX; }
 
+/* Around a fork every core's lock is held, so that the child finds nothing half done. In the child
+ * the pager's thread is gone: the cores are abandoned there, addresses stay as they are. */
+static void for_each_core(void (*visit)(tp_pager *pager)) {
+    const int used = atomic_load(&cores_used);
+    for (int i = 0; i < used; i++) {
+        tp_core *core = atomic_load(&cores[i]);
+        if (core != NULL) visit(&core->pager);
+    }
+}
+
+static void fork_prepare(void) { for_each_core(tp_pager_fork_prepare); }
+static void fork_parent(void) { for_each_core(tp_pager_fork_parent); }
+static void fork_child(void) { for_each_core(tp_pager_fork_child); }
+
+static void watch_forks(void) { (void)pthread_atfork(fork_prepare, fork_parent, fork_child); }
+
 tp_status tp_register(int slot, tp_core *core, tp_error *error) {
     tp_core *none = NULL;
     if (slot < 0 || slot >= TP_SLOT_MAX || core == NULL) {
@@ -482,6 +498,8 @@ tp_status tp_register(int slot, tp_core *core, tp_error *error) {
     if (!atomic_compare_exchange_strong(&cores[place_of(slot)], &none, core)) {
         return tp_error_set(error, TP_BUSY, "slot %d has an allocator already", slot);
     }
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    (void)pthread_once(&once, watch_forks);
     int used = atomic_load(&cores_used);
     const int place = place_of(slot);
     while (used <= place && !atomic_compare_exchange_weak(&cores_used, &used, place + 1))

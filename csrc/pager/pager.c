@@ -253,6 +253,19 @@ void tp_pager_abandon(tp_pager *pager) {
     tp_lock_drop(&pager->lock);
 }
 
+/* ---- fork ---------------------------------------------------------------------------------- */
+
+/* Not tp_lock_take: several cores' locks are held at once here, in the order of their slots. */
+void tp_pager_fork_prepare(tp_pager *pager) { (void)pthread_mutex_lock(&pager->lock.mutex); }
+
+void tp_pager_fork_parent(tp_pager *pager) { (void)pthread_mutex_unlock(&pager->lock.mutex); }
+
+void tp_pager_fork_child(tp_pager *pager) {
+    pager->abandoned = pager->stop = pager->thread_ended = true;
+    pager->page_out_before_op = false;
+    (void)pthread_mutex_unlock(&pager->lock.mutex);
+}
+
 /* ---- invariants -------------------------------------------------------------------------------- */
 
 static tp_status check_extent(const tp_extent *extent, tp_error *error) {

@@ -111,6 +111,11 @@ void tp_pager_fini(tp_pager *pager);
 /* Stops the thread within a bounded time; leaves every mapping. Lock not held. */
 void tp_pager_abandon(tp_pager *pager);
 
+/* Around fork(). The child's pager is abandoned. */
+void tp_pager_fork_prepare(tp_pager *pager);
+void tp_pager_fork_parent(tp_pager *pager);
+void tp_pager_fork_child(tp_pager *pager);
+
 /* Wakes the pager's thread. */
 void tp_pager_wake(tp_pager *pager);
 /* Waits for `changed`, at most timeout_ns (not 0); wait_begin and wait_end run around it with the

@@ -3,6 +3,7 @@
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -243,6 +244,40 @@ TEST(capture_stops_paging_and_defers_frees) {
     EXPECT_STATUS(tp_evict(w.core, w.tensors[0].addr, &test_error), TP_BUSY);
     tp_core_empty_cache(w.core);
     EXPECT(stats_of(&w).reserved.current <= 64 * TP_KIB);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
+static void use_in_child(void *arg) {
+    world *w = arg;
+    tp_addr addr = 0;
+    const tp_access access = {w->tensors[0].addr, true};
+    tp_op op = {0};
+    tp_op_begin(w->core, &op, &access, 1, w->streams[0]);
+    tp_op_end(&op, NULL, 0, NULL);
+    tp_free(w->core, w->tensors[0].addr);
+    tp_core_empty_cache(w->core);
+    const tp_status status = tp_alloc(w->core, 8192, w->streams[0], 0, &addr, NULL, NULL);
+    const bool owns = tp_owns(w->core, w->tensors[0].addr);
+    raise(status == TP_FAILED && owns ? SIGUSR1 : SIGUSR2);
+}
+
+/* A child has no pager's thread: what it does with our blocks neither hangs nor harms the
+ * parent. */
+TEST(forked_child_leaves_everything_as_it_is) {
+    world w;
+    const world_options options = usual(12);
+    world_open(&w, &options);
+    MUST_OK(tp_register(TP_SLOT_SIM, w.core, &test_error));
+    for (unsigned i = 0; i < 12; i++) MUST(world_alloc(&w, i, 60 * TP_KIB, 0));
+    world_drain(&w);
+    EXPECT(test_ends_by_signal(SIGUSR1, use_in_child, &w));
+    for (int i = 0; i < 12; i++) {
+        const int reads[] = {i};
+        world_op(&w, 1, reads, 1, -1);
+    }
+    EXPECT_OK(tp_core_check(w.core, &test_error));
+    tp_unregister(TP_SLOT_SIM);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
