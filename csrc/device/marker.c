@@ -338,24 +338,11 @@ tp_status tp_uses_refresh(tp_markers *markers, tp_uses *uses, tp_error *error) {
     return TP_OK;
 }
 
-tp_status tp_uses_mark(tp_markers *markers, tp_uses *uses, tp_error *error) {
+bool tp_uses_marked(const tp_uses *uses) {
     for (uint32_t i = 0; i < uses->count; i++) {
-        tp_use *use = &uses->at[i];
-        if (!use->refresh || use->marker.seq != 0) continue;
-        if (markers->capturing)
-            return tp_error_set(error, TP_BUSY, "a stream is being captured");
-        if (use->marker.lane != TP_LANE_CONTEXT &&
-            tp_marker_record(markers, markers->lanes[use->marker.lane].stream, &use->marker,
-                             NULL) == TP_OK) {
-            continue;
-        }
-        tp_marker everything = {0};
-        const tp_status status = tp_marker_record_context(markers, &everything, error);
-        if (status != TP_OK) return status;
-        *uses = (tp_uses){.at = {{everything, true}}, .count = 1};
-        return TP_OK;
+        if (uses->at[i].refresh && uses->at[i].marker.seq == 0) return false;
     }
-    return TP_OK;
+    return true;
 }
 
 void tp_uses_lose(tp_uses *uses) {

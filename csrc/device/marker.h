@@ -66,8 +66,8 @@ TP_MUST_USE tp_status tp_marker_stream_wait(tp_markers *markers, tp_stream strea
  * replaced by one context-wide marker. */
 TP_MUST_USE tp_status tp_uses_add(tp_markers *markers, tp_uses *uses, tp_marker marker,
                                   bool refresh, tp_error *error);
-/* Notes that a lane has used it, up to where nobody has recorded: tp_uses_mark or tp_uses_refresh does
- * when it matters. False: no room. */
+/* Notes that a lane has used it, with no marker that says how far: whoever needs to know takes a
+ * context-wide one. False: no room. */
 bool tp_uses_note(tp_uses *uses, uint32_t lane);
 bool tp_uses_done(tp_markers *markers, tp_uses *uses);
 /* True if every use that may be unfinished is on `stream`'s lane. */
@@ -76,9 +76,8 @@ TP_MUST_USE tp_status tp_uses_stream_wait(tp_markers *markers, tp_stream stream,
                                           tp_error *error);
 /* Records anew on every lane that may have been used since (the block is being freed). */
 TP_MUST_USE tp_status tp_uses_refresh(tp_markers *markers, tp_uses *uses, tp_error *error);
-/* Records on every lane that may have been used, though no marker says how far yet. TP_BUSY while a
- * stream is being captured and there is such a lane. */
-TP_MUST_USE tp_status tp_uses_mark(tp_markers *markers, tp_uses *uses, tp_error *error);
+/* False: a lane has used it and no marker says how far. */
+bool tp_uses_marked(const tp_uses *uses);
 /* A use could not be marked: tp_uses_refresh will record a marker of everything. */
 void tp_uses_lose(tp_uses *uses);
 

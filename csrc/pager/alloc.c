@@ -61,24 +61,30 @@ static void finish(tp_pager *pager, tp_block *block, uint32_t unmapped, tp_statu
 
 /* ---- markers of freed blocks ------------------------------------------------------------- */
 
-/* Records how far the streams that use a freed block have come. False: not possible now. */
+/* One marker of everything instead of one on each stream. False: not possible now. */
+static bool mark_everything(tp_pager *pager, tp_block *block) {
+    tp_marker everything = {0};
+    if (tp_marker_record_context(&pager->markers, &everything, NULL) != TP_OK) return false;
+    block->uses = (tp_uses){.at = {{everything, false}}, .count = 1};
+    block->unmarked = false;
+    return true;
+}
+
+/* Records how far the streams that use a block have come that is being freed. False: not possible
+ * now. */
 static bool refresh(tp_pager *pager, tp_block *block) {
     if (pager->capture_depth > 0) return false;
-    block->unmarked = false;
-    if (tp_uses_refresh(&pager->markers, &block->uses, NULL) == TP_OK) return true;
-    tp_marker everything = {0};
-    if (tp_marker_record_context(&pager->markers, &everything, NULL) != TP_OK) {
-        block->unmarked = true;
-        return false;
+    if (tp_uses_refresh(&pager->markers, &block->uses, NULL) != TP_OK) {
+        return mark_everything(pager, block);
     }
-    block->uses.at[0] = (tp_use){everything, false};
-    block->uses.count = 1;
+    block->unmarked = false;
     return true;
 }
 
 /* While nobody waits for memory, a block that only its own stream has used is cached without a
  * marker: most come back to that stream in the same size. The marker is recorded when the block
- * is wanted for anything else; being later, it covers more. */
+ * is wanted for anything else; being later, it covers more, and it is a context-wide one, for the
+ * stream may be gone by then. */
 static bool needs_no_marker(const tp_pager *pager, const tp_block *block) {
     return !pager->pressure && !tp_ticket_taken(pager) && block->uses.count == 1 &&
            block->uses.at[0].marker.lane != TP_LANE_CONTEXT &&
@@ -91,7 +97,7 @@ bool tp_block_serves(tp_pager *pager, tp_block *block, tp_stream stream) {
     if (!TP_RULE(pager, TP_RULE_SAME_STREAM)) return true;
     if (block->unmarked) {
         if (block->stream == stream) return true;
-        if (!refresh(pager, block)) return false;
+        if (!mark_everything(pager, block)) return false;
     }
     return tp_uses_only_on(&pager->markers, &block->uses, stream);
 }
@@ -408,7 +414,7 @@ void tp_block_retire(tp_pager *pager, tp_block *block) {
     tp_list_remove(&block->lru);
     tp_list_remove(&block->size);
     block->life = TP_BLOCK_RETIRING;
-    const bool marked = !block->unmarked || refresh(pager, block);
+    const bool marked = !block->unmarked || mark_everything(pager, block);
     tp_list_push_back(marked ? &pager->retiring : &pager->deferred, &block->lru);
     tp_pager_wake(pager);
 }

@@ -29,11 +29,13 @@ static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
     tp_device *dev = pager->dev;
     const tp_stream stream = dev->copy_stream[dir];
     if (ordered) {
-        /* A stream may have used the block though no operator has said so: one that began before
-         * the hook was armed. */
+        /* The marker of the decision stands for uses that have none of their own: operators that
+         * began before the hook was armed, or ended while nobody waited for memory. */
         tp_uses *uses = &extent->block->uses;
-        tp_status status = tp_uses_mark(&pager->markers, uses, error);
-        if (status == TP_OK) status = tp_uses_stream_wait(&pager->markers, stream, uses, error);
+        const tp_status status =
+            tp_uses_marked(uses)
+                ? tp_uses_stream_wait(&pager->markers, stream, uses, error)
+                : tp_marker_stream_wait(&pager->markers, stream, extent->decided, error);
         if (status != TP_OK) return status;
     }
     const tp_addr host = extent->host->window, device = extent->device->window;

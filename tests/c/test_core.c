@@ -404,8 +404,8 @@ static unsigned write_in_host_then_fill(uint64_t seed, uint32_t rules_off) {
     world_open(&w, &options);
     MUST(world_alloc(&w, 0, 32 * TP_KIB, 0));
     world_drain(&w);
-    MUST_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
-    MUST(world_alloc(&w, 1, 64 * TP_KIB, 1));
+    MUST(world_alloc(&w, 1, 64 * TP_KIB, 1)); /* waits until the first one is in HOST */
+    EXPECT_EQ(info_of(&w, 0).host_count, 2);
     MUST_OK(tp_pin(w.core, w.tensors[1].addr, NULL, &test_error));
     world_drain(&w);
     world_idle(&w, 0, 40);

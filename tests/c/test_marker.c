@@ -116,8 +116,6 @@ TEST(no_context_marker_is_recorded_while_a_stream_is_captured) {
         s.markers.capturing = true;
         tp_marker marker = {7, 7};
         EXPECT_STATUS(tp_marker_record_context(&s.markers, &marker, &test_error), TP_BUSY);
-        tp_uses uses = {.at = {{{1, 0}, true}}, .count = 1};
-        EXPECT_STATUS(tp_uses_mark(&s.markers, &uses, &test_error), TP_BUSY);
         EXPECT_EQ(marker.lane, 7);
         EXPECT_EQ(fault_device_calls(s.dev, FAULT_EVENT_RECORD), before);
         EXPECT_EQ(fault_device_calls(s.dev, FAULT_EVENT_RECORD_CONTEXT), 0);
@@ -247,27 +245,23 @@ TEST(lost_use_is_covered_when_refreshed) {
 }
 
 /* What may use the block without a marker yet is marked before a copy; what has one is left. */
-TEST(unmarked_uses_are_marked_once) {
+TEST(noted_use_is_unmarked_until_it_is_recorded) {
     scene s;
     open_scene(&s, false);
     uint32_t lane = 0;
     MUST_OK(tp_markers_lane(&s.markers, s.streams[0], &lane, &test_error));
     tp_uses uses = {.at = {{{lane, 0}, true}}, .count = 1};
-    unsigned ran = 0;
-    launch(&s, 0, &ran);
-    EXPECT_OK(tp_uses_mark(&s.markers, &uses, &test_error));
-    EXPECT(!tp_uses_done(&s.markers, &uses));
-    EXPECT(uses.at[0].refresh);
-    const tp_marker marked = uses.at[0].marker;
-    EXPECT_OK(tp_uses_mark(&s.markers, &uses, &test_error));
-    EXPECT_EQ(uses.at[0].marker.seq, marked.seq);
-    /* Where the stream cannot be marked, everything is. */
-    uses = (tp_uses){.at = {{{lane, 0}, true}}, .count = 1};
-    fault_device_arm(s.dev, &(fault_plan){.nth = 1, .calls = 1u << FAULT_EVENT_RECORD});
-    EXPECT_OK(tp_uses_mark(&s.markers, &uses, &test_error));
-    EXPECT(fault_device_fired(s.dev));
-    EXPECT_EQ(uses.at[0].marker.lane, TP_LANE_CONTEXT);
-    EXPECT(uses.at[0].marker.seq > 0);
+    EXPECT(!tp_uses_marked(&uses));
+    EXPECT_OK(tp_uses_refresh(&s.markers, &uses, &test_error));
+    EXPECT(tp_uses_marked(&uses));
+    EXPECT(tp_uses_note(&uses, lane));
+    EXPECT(!tp_uses_marked(&uses));
+    EXPECT_EQ(uses.count, 1);
+    for (uint32_t other = lane + 1; uses.count < TP_USES_MAX; other++) {
+        EXPECT(tp_uses_note(&uses, other));
+    }
+    EXPECT(!tp_uses_note(&uses, lane + TP_USES_MAX));
+    EXPECT(tp_uses_note(&uses, lane));
     close_scene(&s);
 }
 
