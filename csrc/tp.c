@@ -1,7 +1,11 @@
+#define _POSIX_C_SOURCE 200809L
+
 #include "tp.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/bytes.h"
 #include "base/check.h"
@@ -484,9 +488,39 @@ static void for_each_core(void (*visit)(tp_pager *pager)) {
     }
 }
 
-static void fork_prepare(void) { for_each_core(tp_pager_fork_prepare); }
-static void fork_parent(void) { for_each_core(tp_pager_fork_parent); }
-static void fork_child(void) { for_each_core(tp_pager_fork_child); }
+/* The child says through this pipe that it has its copies; until then the parent keeps the locks. */
+static int fork_pipe[2] = {-1, -1};
+
+static void pipe_close(int end) {
+    if (fork_pipe[end] >= 0) (void)close(fork_pipe[end]);
+    fork_pipe[end] = -1;
+}
+
+static void open_pipe_if_copying(tp_pager *pager) {
+    if (fork_pipe[0] >= 0 || !tp_pager_fork_copies(pager)) return;
+    if (pipe(fork_pipe) != 0)
+        fork_pipe[0] = fork_pipe[1] = -1; /* then it copies as fast as it can */
+}
+
+static void fork_prepare(void) {
+    for_each_core(tp_pager_fork_prepare);
+    for_each_core(open_pipe_if_copying);
+}
+
+static void fork_parent(void) {
+    pipe_close(1);
+    char done = 0;
+    /* End of file, when the child has died or there is none, will do as well. */
+    while (fork_pipe[0] >= 0 && read(fork_pipe[0], &done, 1) < 0 && errno == EINTR) continue;
+    pipe_close(0);
+    for_each_core(tp_pager_fork_parent);
+}
+
+static void fork_child(void) {
+    for_each_core(tp_pager_fork_child);
+    pipe_close(0);
+    pipe_close(1); /* which tells the parent */
+}
 
 static void watch_forks(void) { (void)pthread_atfork(fork_prepare, fork_parent, fork_child); }
 

@@ -92,6 +92,10 @@ typedef struct tp_device_ops {
     /* Whether `stream` is being captured into a graph. */
     tp_status (*stream_capturing)(tp_device *dev, tp_stream stream, bool *capturing,
                                   tp_error *error);
+    /* In a child process, right after fork: the range, mapped or not, becomes memory of its own with
+     * the bytes that are at `from`. Takes no lock. NULL: the device does not work in a child, and
+     * its framework says so. */
+    void (*make_private)(tp_device *dev, tp_addr addr, size_t bytes, tp_addr from);
     /* Device memory free and in all, as the driver reports it now. */
     tp_status (*memory_info)(tp_device *dev, size_t *free_bytes, size_t *total_bytes,
                              tp_error *error);

@@ -1137,6 +1137,18 @@ static void sim_destroy(tp_device *dev) {
     device_free(sim);
 }
 
+/* Frames are shared memory: without this, parent and child would write to the same tensors. */
+static void sim_make_private(tp_device *dev, tp_addr addr, size_t bytes, tp_addr from) {
+    (void)dev;
+    void *copy = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) return; /* out of memory: shared, as before */
+    memcpy(copy, (const void *)(uintptr_t)from, bytes);
+    if (mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)(uintptr_t)addr) ==
+        MAP_FAILED) {
+        (void)munmap(copy, bytes);
+    }
+}
+
 static const tp_device_ops sim_ops = {
     .destroy = sim_destroy,
     .bind_thread = sim_bind_thread,
@@ -1149,6 +1161,7 @@ static const tp_device_ops sim_ops = {
     .copy = sim_copy,
     .event_create = sim_event_create,
     .event_destroy = sim_event_destroy,
+    .make_private = sim_make_private,
     .event_record = sim_event_record,
     .event_record_context = sim_event_record_context,
     .event_query = sim_event_query,

@@ -259,6 +259,7 @@ static void count_misses(tp_pager *pager, const tp_op *op) {
  * mapped after all. */
 void tp_access_map_host(tp_pager *pager, tp_extent *extent) {
     if (extent->mapped != NULL || extent->host == NULL || extent->busy) return;
+    if (pager->abandoned) return; /* every address stays as it is */
     const tp_status status = pager->dev->ops->map(pager->dev, extent->addr, extent->bytes,
                                                   extent->host->handle, NULL);
     if (status != TP_OK) {
@@ -306,6 +307,7 @@ void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size
                      tp_stream stream) {
     op->stream = stream;
     op->pin_count = 0;
+    if (pager->abandoned) return;
     pin_all(pager, op, accesses, count, true);
     const operands seen = look(op);
     if (seen.busy || seen.missing) {

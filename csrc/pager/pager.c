@@ -256,11 +256,35 @@ void tp_pager_abandon(tp_pager *pager) {
 /* ---- fork ---------------------------------------------------------------------------------- */
 
 /* Not tp_lock_take: several cores' locks are held at once here, in the order of their slots. */
-void tp_pager_fork_prepare(tp_pager *pager) { (void)pthread_mutex_lock(&pager->lock.mutex); }
+void tp_pager_fork_prepare(tp_pager *pager) {
+    (void)pthread_mutex_lock(&pager->lock.mutex);
+    while (pager->remapping) {
+        (void)pthread_cond_wait(&pager->changed.cond, &pager->lock.mutex);
+    }
+}
 
 void tp_pager_fork_parent(tp_pager *pager) { (void)pthread_mutex_unlock(&pager->lock.mutex); }
 
+bool tp_pager_fork_copies(const tp_pager *pager) {
+    return pager->dev->ops->make_private != NULL && !tp_list_empty(&pager->live);
+}
+
+static void make_private(tp_pager *pager) {
+    if (!tp_pager_fork_copies(pager)) return;
+    for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
+        const tp_block *block = TP_CONTAINER(link, tp_block, lru);
+        for (uint32_t i = 0; i < block->extent_count; i++) {
+            const tp_extent *extent = &block->extents[i];
+            const tp_frame *frame =
+                tp_extent_resident(extent->state) ? extent->device : extent->host;
+            pager->dev->ops->make_private(pager->dev, extent->addr, extent->bytes,
+                                          frame->window);
+        }
+    }
+}
+
 void tp_pager_fork_child(tp_pager *pager) {
+    if (!pager->abandoned) make_private(pager);
     pager->abandoned = pager->stop = pager->thread_ended = true;
     pager->page_out_before_op = false;
     (void)pthread_mutex_unlock(&pager->lock.mutex);

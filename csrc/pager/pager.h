@@ -111,7 +111,9 @@ void tp_pager_fini(tp_pager *pager);
 /* Stops the thread within a bounded time; leaves every mapping. Lock not held. */
 void tp_pager_abandon(tp_pager *pager);
 
-/* Around fork(). The child's pager is abandoned. */
+/* Around fork(). The child gets copies of its own of all live blocks, at their addresses, while the
+ * parent waits (tp_pager_fork_copies); its pager is abandoned. */
+bool tp_pager_fork_copies(const tp_pager *pager);
 void tp_pager_fork_prepare(tp_pager *pager);
 void tp_pager_fork_parent(tp_pager *pager);
 void tp_pager_fork_child(tp_pager *pager);
