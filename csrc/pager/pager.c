@@ -59,7 +59,8 @@ static bool reclaim_ahead(tp_pager *pager) {
                               tp_sub_floor(cap, pager->device_frames.created_bytes) +
                               tp_reclaim_incoming(pager).bytes;
     if (free_bytes >= tp_budget_reclaim_start(&pager->budget)) return false;
-    return tp_reclaim_start(pager, tp_budget_reclaim_stop(&pager->budget) - free_bytes) > 0;
+    return tp_reclaim_start(pager, tp_budget_reclaim_stop(&pager->budget) - free_bytes,
+                            pager->wanted_size) > 0;
 }
 
 /* True if it dropped the lock: somebody may have wanted to wake the thread meanwhile. */

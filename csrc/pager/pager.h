@@ -76,9 +76,10 @@ typedef struct tp_pager {
     tp_marker region_end; /* context-wide, recorded when the last region closed */
     bool region_unmarked; /* it could not be recorded then: the gate stays closed until it is */
     bool armed;
-    bool pressure;  /* somebody had to wait for memory since offload went on: reclaim ahead */
-    bool paged;     /* bytes have moved to the host */
-    bool host_full; /* no host frame could be had; cleared when one becomes free */
+    bool pressure; /* somebody had to wait for memory since offload went on: reclaim ahead */
+    bool paged;    /* bytes have moved to the host */
+    size_t wanted_size; /* of the frame that was waited for last */
+    bool host_full;     /* no host frame could be had; cleared when one becomes free */
     uint32_t
         setback_count;   /* steps of evictions that the device refused, since one succeeded */
     uint64_t setback_ns; /* when it refused last */

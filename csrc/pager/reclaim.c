@@ -263,20 +263,23 @@ static bool extent_takeable(const tp_pager *pager, const tp_extent *extent, bool
            (extent->state == TP_EXTENT_DIRTY && !pager->host_full);
 }
 
-static void candidate_fill(const tp_pager *pager, const tp_block *block, tp_candidate *out) {
+static void candidate_fill(const tp_pager *pager, const tp_block *block, size_t size,
+                           tp_candidate *out) {
     *out = (tp_candidate){0};
     for (uint32_t i = 0; i < block->extent_count; i++) {
         const tp_extent *extent = &block->extents[i];
+        if (size != 0 && extent->bytes != size) continue;
         if (extent_takeable(pager, extent, true)) out->clean_bytes += extent->bytes;
         if (extent_takeable(pager, extent, false)) out->dirty_bytes += extent->bytes;
     }
 }
 
-size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t clean, size_t dirty,
-                       tp_marker decided) {
+size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t size, size_t clean,
+                       size_t dirty, tp_marker decided) {
     size_t marked = 0;
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
+        if (size != 0 && extent->bytes != size) continue;
         size_t *left = extent_takeable(pager, extent, true)    ? &clean
                        : extent_takeable(pager, extent, false) ? &dirty
                                                                : NULL;
@@ -292,19 +295,23 @@ size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t clean, size_t di
     return marked;
 }
 
-/* `ahead`: whether blocks filled ahead of a use that has not come yet are candidates. */
-static size_t start_victims(tp_pager *pager, size_t bytes, bool ahead) {
+/* Among the least recently used blocks. `size`: only extents of that size, 0: any. `ahead`: whether
+ * blocks filled ahead of a use that has not come yet are candidates. */
+static size_t start_victims(tp_pager *pager, size_t bytes, size_t size, bool ahead) {
     if (pager->setback_count >= SETBACKS_MAX && tp_now_ns() - pager->setback_ns < SETBACK_NS) {
         return 0;
     }
     tp_block *blocks[CANDIDATES_MAX];
     tp_candidate candidates[CANDIDATES_MAX];
-    size_t count = 0;
-    for (tp_link *link = pager->live.next; link != &pager->live && count < CANDIDATES_MAX;
+    size_t count = 0, looked_at = 0;
+    for (tp_link *link = pager->live.next; link != &pager->live && looked_at < CANDIDATES_MAX;
          link = link->next) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
         if (!tp_reclaim_evictable(pager, block) || block->ahead != ahead) continue;
-        candidate_fill(pager, block, &candidates[count]);
+        candidate_fill(pager, block, 0, &candidates[count]);
+        if (candidates[count].clean_bytes + candidates[count].dirty_bytes == 0) continue;
+        looked_at++;
+        candidate_fill(pager, block, size, &candidates[count]);
         if (candidates[count].clean_bytes + candidates[count].dirty_bytes == 0) continue;
         blocks[count++] = block;
     }
@@ -313,7 +320,7 @@ static size_t start_victims(tp_pager *pager, size_t bytes, bool ahead) {
     if (tp_marker_record_context(&pager->markers, &decided, NULL) != TP_OK) return 0;
     size_t started = 0;
     for (size_t i = 0; i < count; i++) {
-        started += tp_reclaim_mark(pager, blocks[i], candidates[i].take_clean_bytes,
+        started += tp_reclaim_mark(pager, blocks[i], size, candidates[i].take_clean_bytes,
                                    candidates[i].take_dirty_bytes, decided);
     }
     return started;
@@ -332,7 +339,7 @@ size_t tp_reclaim_call_off_ahead(tp_pager *pager, size_t bytes) {
     return got;
 }
 
-size_t tp_reclaim_start(tp_pager *pager, size_t bytes) {
+size_t tp_reclaim_start(tp_pager *pager, size_t bytes, size_t size) {
     size_t started = 0;
     while (started < bytes && !tp_list_empty(&pager->cached)) {
         tp_block *block = TP_CONTAINER(pager->cached.next, tp_block, lru);
@@ -340,8 +347,9 @@ size_t tp_reclaim_start(tp_pager *pager, size_t bytes) {
         tp_block_retire(pager, block);
     }
     if (started < bytes && pager->offload && pager->capture_depth == 0) {
-        started += start_victims(pager, bytes - started, false);
-        if (started == 0) started = start_victims(pager, bytes, true);
+        if (size != 0) started += start_victims(pager, bytes - started, size, false);
+        if (started < bytes) started += start_victims(pager, bytes - started, 0, false);
+        if (started == 0) started = start_victims(pager, bytes, 0, true);
     }
     if (started > 0) tp_pager_wake(pager);
     return started;
@@ -373,10 +381,11 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
     tp_frame *frame = NULL;
     while ((frame = tp_reclaim_device_frame(pager, bytes, stream, device_status)) == NULL) {
         if (tp_pager_halted(pager)) break;
+        pager->wanted_size = bytes;
         const tp_incoming in = tp_reclaim_incoming(pager);
         bool moving = in.moving;
         if (in.bytes < bytes && tp_reclaim_call_off_ahead(pager, bytes) > 0) continue;
-        if (in.bytes < total) moving |= tp_reclaim_start(pager, total - in.bytes) > 0;
+        if (in.bytes < total) moving |= tp_reclaim_start(pager, total - in.bytes, bytes) > 0;
         if (moving) {
             stuck_since = 0;
         } else {

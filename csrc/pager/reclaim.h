@@ -37,15 +37,17 @@ typedef struct tp_incoming {
     bool moving;
 } tp_incoming;
 tp_incoming tp_reclaim_incoming(tp_pager *pager);
-/* Starts giving up at least `bytes` more: cached blocks, then victims. Returns the bytes started. */
-size_t tp_reclaim_start(tp_pager *pager, size_t bytes);
+/* Starts giving up at least `bytes` more: cached blocks, then victims,
+ * extents of `size` (0: any) before others, so that frames need not be made anew. Returns the bytes
+ * started. */
+size_t tp_reclaim_start(tp_pager *pager, size_t bytes, size_t size);
 /* Fills ahead of need that have not begun give back at least `bytes`, if they have them. Returns the
  * bytes that are free now. */
 size_t tp_reclaim_call_off_ahead(tp_pager *pager, size_t bytes);
-/* Marks resident extents of a block to be evicted, at most `clean` and `dirty` bytes (rounded up to
+/* Marks resident extents of a block (of `size`, 0: any) to be evicted, at most `clean` and `dirty` bytes (rounded up to
  * extents). `decided` was recorded just now. Returns the bytes marked. */
-size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t clean, size_t dirty,
-                       tp_marker decided);
+size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t size, size_t clean,
+                       size_t dirty, tp_marker decided);
 /* Whether a live block may be evicted at this moment. */
 bool tp_reclaim_evictable(const tp_pager *pager, const tp_block *block);
 /* Gives free frames of at least `bytes` back to the device. Drops the lock. Returns the bytes. */

@@ -24,7 +24,7 @@ static bool shrink(tp_pager *pager, size_t cap) {
         const tp_incoming in = tp_reclaim_incoming(pager);
         bool moving = in.moving;
         if (in.bytes < over && tp_reclaim_call_off_ahead(pager, over) > 0) continue;
-        if (in.bytes < over) moving |= tp_reclaim_start(pager, over - in.bytes) > 0;
+        if (in.bytes < over) moving |= tp_reclaim_start(pager, over - in.bytes, 0) > 0;
         const uint64_t now = tp_now_ns();
         if (moving) {
             stuck_since = 0;
@@ -251,7 +251,7 @@ size_t tp_resize_evict_all(tp_pager *pager) {
     for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
         if (!tp_reclaim_evictable(pager, block)) continue;
-        (void)tp_reclaim_mark(pager, block, SIZE_MAX, SIZE_MAX, decided);
+        (void)tp_reclaim_mark(pager, block, 0, SIZE_MAX, SIZE_MAX, decided);
     }
     await_evictions(pager);
     return pager->stats.evictions.bytes - before;
@@ -273,7 +273,7 @@ tp_status tp_resize_evict(tp_pager *pager, tp_addr addr, tp_error *error) {
     tp_status status = tp_marker_record_context(&pager->markers, &decided, error);
     if (status != TP_OK) return status;
     pager->host_full = false;
-    (void)tp_reclaim_mark(pager, block, SIZE_MAX, SIZE_MAX, decided);
+    (void)tp_reclaim_mark(pager, block, 0, SIZE_MAX, SIZE_MAX, decided);
     await_evictions(pager);
     for (uint32_t i = 0; block->generation == generation && i < block->extent_count; i++) {
         if (tp_extent_resident(block->extents[i].state)) {

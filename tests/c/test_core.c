@@ -223,6 +223,24 @@ TEST(what_is_left_in_host_comes_home_with_a_larger_budget) {
     EXPECT_EQ(world_violations(&w), 0);
 }
 
+/* Frames of the size that is wanted are got by evicting extents of that size, a little out of order,
+ * not by giving others back to the device and making new ones. */
+TEST(victims_have_the_size_that_is_wanted) {
+    world w;
+    world_options options = usual(13);
+    options.budget_bytes = 64 * TP_KIB;
+    world_open(&w, &options);
+    const size_t sizes[] = {8 * TP_KIB, 8 * TP_KIB, 16 * TP_KIB, 16 * TP_KIB, 16 * TP_KIB};
+    for (unsigned i = 0; i < 5; i++) MUST(world_alloc(&w, i, sizes[i], 0));
+    const uint64_t released = stats_of(&w).frame_releases.count;
+    MUST(world_alloc(&w, 5, 16 * TP_KIB, 0));
+    EXPECT_EQ(info_of(&w, 2).host_count, 1);
+    EXPECT_EQ(info_of(&w, 0).host_count + info_of(&w, 1).host_count, 0);
+    EXPECT_EQ(stats_of(&w).frame_releases.count, released);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
 TEST(capture_stops_paging_and_defers_frees) {
     world w;
     const world_options options = usual(10);
