@@ -111,7 +111,7 @@ def gpu_switch() -> Iterator[Switch]:
 
 @contextmanager
 def cpu_switch(large_min: int) -> Iterator[Switch]:
-    """Yield the same for CPU tensors, inside ``simulate()`` and ``auto_offload()``."""
+    """Yield the same for CPU tensors, inside ``simulate()``."""
 
     def switch(mode: str) -> None:
         if mode == "native" and _torch_cpu.installed():
@@ -120,8 +120,8 @@ def cpu_switch(large_min: int) -> Iterator[Switch]:
             _torch_cpu.install(large_min)
         _torch_cpu.hook_forced(mode == "armed")
 
-    device = torchpager.simulate("2 GiB", granularity=large_min, large_min=large_min)
-    with device, torchpager.auto_offload():
+    # No auto_offload(): on CPU tensors it arms the hook from the start.
+    with torchpager.simulate("2 GiB", granularity=large_min, large_min=large_min):
         yield switch
         switch("installed")  # as it was found
 

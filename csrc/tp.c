@@ -100,7 +100,7 @@ static void tell_armed(tp_core *core) {
 static bool arm(tp_pager *pager) {
     if (pager->armed || !pager->offload) return false;
     const size_t held = pager->device_frames.created_bytes + pager->budget.foreign_cap_bytes;
-    const bool always = pager->page_out_before_op;
+    const bool always = pager->page_out_before_op || pager->host_kernels;
     if (!always && held < tp_budget_arm_bytes(&pager->budget) &&
         pager->stats.host.current == 0) {
         return false;

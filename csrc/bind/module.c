@@ -209,6 +209,7 @@ static PyObject *core_sim_open(PyObject *module, PyObject *args, PyObject *kwarg
         .large_min_bytes = (size_t)large_min,
         .extent_max_bytes = (size_t)extent_max,
         .strict = strict != 0,
+        .host_kernels = true,
         .page_out_before_op = page_out != 0,
     };
     tp_error error = {0};

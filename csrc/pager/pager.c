@@ -167,6 +167,7 @@ tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev
         config->large_min_bytes != 0 ? config->large_min_bytes : 2 * TP_MIB;
     pager->offload = config->offload && dev->caps.host_frames;
     pager->strict = config->strict;
+    pager->host_kernels = config->host_kernels;
     pager->page_out_before_op = config->page_out_before_op;
     pager->rules_off = config->rules_off;
     pager->budget.limit_bytes = config->device_budget_bytes == TP_NO_LIMIT

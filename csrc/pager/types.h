@@ -42,6 +42,10 @@ typedef struct tp_config {
     size_t segment_bytes;       /* addresses reserved at once; 0: chosen from the device */
     bool offload;               /* may bytes move to the host */
     bool strict;                /* evicted extents map nothing (tests; promise P4 off) */
+    bool
+        host_kernels; /* kernels run on the calling thread while the operator is in progress (CPU
+                          tensors): no marker covers one that began before the hook was armed, so
+                          the hook is armed as soon as offload is on */
     bool page_out_before_op; /* tests: everything evictable is evicted before each operator */
     bool serve_small;        /* requests below large_min share blocks (the pluggable door);
                                    else each gets a block of its own */

@@ -313,8 +313,16 @@ def test_failed_operator_leaves_no_pin():
         del a, b
 
 
-def test_hook_is_not_called_without_pressure():
+def test_hook_is_armed_on_cpu_tensors_as_soon_as_offload_is_on():
+    # An operator that began before would run on this thread with nobody knowing its operands.
     with device():
+        before = _torch_cpu.hook_calls()
+        torch.ones(64, 64).sum()
+        assert _torch_cpu.hook_calls() > before
+
+
+def test_hook_is_not_called_without_offload():
+    with device(offload=False):
         before = _torch_cpu.hook_calls()
         x = torch.ones(64, 64)
         x @ x + x
