@@ -17,8 +17,8 @@ def adopt(*things: Adoptable) -> int:
     In a notebook the model exists before the context. Its tensors are native: they count
     against the budget and cannot move, until they were adopted. The tensor objects, their views
     and ties, and their place in autograd stay what they are; their addresses do not. Nothing
-    outside PyTorch may hold an address of theirs from before (a NumPy view, a DLPack consumer, a
-    raw pointer): the memory there is given back.
+    outside PyTorch may hold an address of theirs from before (a NumPy view, a DLPack consumer,
+    a raw pointer): the memory there is given back.
 
     Parameters
     ----------
