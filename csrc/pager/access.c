@@ -219,8 +219,6 @@ static void abandon_fills(tp_pager *pager, tp_op *op) {
     }
 }
 
-static bool any_busy(const tp_op *op) { return look(op).busy; }
-
 /* Waits until the operands' fills are mapped. What cannot be, because others hold on to the HOST
  * mapping, is given up after a while: the operator runs over HOST. */
 static void await_fills(tp_pager *pager, tp_op *op) {
@@ -237,7 +235,7 @@ static void await_fills(tp_pager *pager, tp_op *op) {
         tp_pager_wait(pager, WAIT_NS);
     }
     abandon_fills(pager, op);
-    while (any_busy(op)) tp_pager_wait(pager, WAIT_NS);
+    while (look(op).busy) tp_pager_wait(pager, WAIT_NS);
     waiting(pager, op, false);
     tp_tally_add(&pager->stats.stalls, 0, tp_now_ns() - began);
 }

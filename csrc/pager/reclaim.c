@@ -99,41 +99,40 @@ static tp_frame *create(tp_pager *pager, tp_frame_pool *pool, size_t bytes,
     return frame;
 }
 
-/* A frame of a cached block whose uses are all on `stream` (or complete): it serves at once through
- * its new address, while the old mapping stays until the block retires. */
+/* Takes the device frame of one idle extent of that size from a freed block, or NULL. */
+static tp_frame *take_from(tp_pager *pager, tp_block *block, size_t bytes) {
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        tp_extent *extent = &block->extents[i];
+        if (extent->bytes != bytes || extent->state != TP_EXTENT_DIRTY || extent->busy)
+            continue;
+        tp_frame *frame = extent->device;
+        extent->device = NULL;
+        tp_extent_become(pager, extent, TP_EXTENT_EMPTY);
+        return frame;
+    }
+    return NULL;
+}
+
+/* All extents but the last have the largest size. */
+static bool has_extent_of(const tp_block *block, size_t bytes) {
+    return block->extents[0].bytes == bytes ||
+           block->extents[block->extent_count - 1].bytes == bytes;
+}
+
+/* A frame of a freed block whose uses are all on `stream` (or complete): it serves at once through
+ * its new address, while the old mapping stays until the block has retired. */
 static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
     for (tp_link *link = pager->cached.next; link != &pager->cached; link = link->next) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
-        const uint32_t last = block->extent_count - 1;
-        /* All extents but the last have the largest size. */
-        if (block->extents[0].bytes != bytes && block->extents[last].bytes != bytes) continue;
-        if (!tp_block_serves(pager, block, stream)) continue;
+        if (!has_extent_of(block, bytes) || !tp_block_serves(pager, block, stream)) continue;
         tp_block_retire(pager, block);
-        for (uint32_t i = 0; i < block->extent_count; i++) {
-            tp_extent *extent = &block->extents[i];
-            if (extent->bytes != bytes || extent->device == NULL) continue;
-            tp_frame *frame = extent->device;
-            extent->device = NULL;
-            tp_extent_become(pager, extent, TP_EXTENT_EMPTY);
-            return frame;
-        }
+        return take_from(pager, block, bytes);
     }
-    /* A retiring block's frames are no worse, while it waits for its markers. */
     for (tp_link *link = pager->retiring.next; link != &pager->retiring; link = link->next) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
-        for (uint32_t i = 0; i < block->extent_count; i++) {
-            tp_extent *extent = &block->extents[i];
-            if (extent->bytes != bytes || extent->state != TP_EXTENT_DIRTY || extent->busy)
-                continue;
-            if (TP_RULE(pager, TP_RULE_SAME_STREAM) &&
-                !tp_uses_only_on(&pager->markers, &block->uses, stream)) {
-                break;
-            }
-            tp_frame *frame = extent->device;
-            extent->device = NULL;
-            tp_extent_become(pager, extent, TP_EXTENT_EMPTY);
-            return frame;
-        }
+        if (!has_extent_of(block, bytes) || !tp_block_serves(pager, block, stream)) continue;
+        tp_frame *frame = take_from(pager, block, bytes);
+        if (frame != NULL) return frame;
     }
     return NULL;
 }
