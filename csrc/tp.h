@@ -107,7 +107,7 @@ TP_API void tp_op_fini(tp_op *op);
 /* One access outside any operator: resident (or readable in HOST), and, with write, dirty. */
 TP_API TP_MUST_USE tp_status tp_touch(tp_core *core, tp_addr addr, bool write, tp_stream stream,
                                       tp_error *error);
-/* Marks a block as seen: it is a tensor. */
+/* Marks a block as seen: it is a tensor, in use just now. */
 TP_API void tp_mark_seen(tp_core *core, tp_addr addr);
 
 /* Opaque region: while one is open on any thread no live block's mapping changes. Nestable. */

@@ -56,9 +56,9 @@ static bool hook_collect(void *ctx) {
 
 /* ---- hooks made of parts ----------------------------------------------------------------- */
 
-static void hook_arm(void *ctx, bool armed) {
+static void hook_arm(void *ctx, tp_arming level) {
     const tp_bind_operators *operators = atomic_load(&operators_part);
-    if (operators != NULL) operators->arm(((slot_state *)ctx)->slot, armed);
+    if (operators != NULL) operators->arm(((slot_state *)ctx)->slot, level);
 }
 
 static void hook_first_paging(void *ctx) {
@@ -111,7 +111,7 @@ void tp_bind_set_operators(const tp_bind_operators *operators) {
         if (core == NULL) continue;
         tp_stats stats;
         tp_core_stats(core, &stats);
-        if (stats.armed) operators->arm(slot, true);
+        if (stats.armed) operators->arm(slot, TP_ARM_FULL);
     }
 }
 
@@ -205,7 +205,7 @@ bool tp_bind_close_sim(void) {
     tp_core *core = detach_sim(&alive);
     pthread_mutex_unlock(&cores_mutex);
     if (core == NULL) return !alive;
-    hook_arm(&slots[TP_SLOT_SIM], false);
+    hook_arm(&slots[TP_SLOT_SIM], TP_ARM_OFF);
     tp_core_destroy(core);
     return true;
 }
@@ -215,12 +215,14 @@ bool tp_bind_close_sim(void) {
 tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream, tp_addr *out,
                         tp_oom *oom, tp_error *error) {
     const tp_bind_operators *operators = atomic_load(&operators_part);
-    const bool pinned = operators != NULL && operators->in_operator();
+    const tp_bind_place place = operators == NULL ? TP_BIND_OUTSIDE : operators->place();
+    const uint32_t flags = place == TP_BIND_OPERATOR  ? TP_ALLOC_PINNED
+                           : place == TP_BIND_UNKNOWN ? TP_ALLOC_UNKNOWN
+                                                      : 0;
     tp_addr addr = 0;
-    const tp_status status =
-        tp_alloc(core, bytes, stream, pinned ? TP_ALLOC_PINNED : 0, &addr, oom, error);
+    const tp_status status = tp_alloc(core, bytes, stream, flags, &addr, oom, error);
     if (status != TP_OK) return status;
-    if (pinned) operators->on_alloc(core, addr, stream);
+    if (place == TP_BIND_OPERATOR) operators->on_alloc(core, addr, stream);
     *out = addr;
     return TP_OK;
 }

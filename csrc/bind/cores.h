@@ -18,12 +18,19 @@
 extern "C" {
 #endif
 
+/* Where a thread stands when it allocates. */
+typedef enum tp_bind_place {
+    TP_BIND_OUTSIDE,  /* of every operator */
+    TP_BIND_OPERATOR, /* in one that the hook knows */
+    TP_BIND_UNKNOWN   /* perhaps in one that began before the hook was armed */
+} tp_bind_place;
+
 /* What the operator hook supplies. */
 typedef struct tp_bind_operators {
-    bool (*in_operator)(void); /* an operator is in progress on this thread */
+    tp_bind_place (*place)(void); /* of the calling thread */
     /* A block was born, pinned, while one is. */
     void (*on_alloc)(tp_core *core, tp_addr addr, tp_stream stream);
-    void (*arm)(int slot, bool armed);
+    void (*arm)(int slot, tp_arming level); /* tp_hooks.arm */
 } tp_bind_operators;
 
 /* The framework's own allocator on a device, which shares the core's budget (tp_hooks). */
@@ -33,7 +40,7 @@ typedef struct tp_bind_foreign {
     void (*flush)(int slot);
 } tp_bind_foreign;
 
-/* Tells the new hook at once which open cores are armed. */
+/* Tells the new hook at once which open cores are armed, and how. */
 TP_API void tp_bind_set_operators(const tp_bind_operators *operators);
 /* NULL: the native allocator of that slot is no concern of the core. */
 TP_API void tp_bind_set_foreign(int slot, const tp_bind_foreign *foreign);

@@ -212,9 +212,14 @@ PyObject *cpu_hook_calls(PyObject *, PyObject *) {
 }
 
 PyObject *cpu_hook_forced(PyObject *, PyObject *arg) {
-    const int on = PyObject_IsTrue(arg);
-    if (on < 0) return nullptr;
-    hook_force(on != 0);
+    const long level = PyLong_AsLong(arg);
+    if (level == -1 && PyErr_Occurred()) return nullptr;
+    if (level < TP_ARM_OFF || level > TP_ARM_FULL) {
+        PyErr_Format(PyExc_ValueError, "level is %ld; possible are 0 to %d", level,
+                     static_cast<int>(TP_ARM_FULL));
+        return nullptr;
+    }
+    hook_force(static_cast<tp_arming>(level));
     Py_RETURN_NONE;
 }
 

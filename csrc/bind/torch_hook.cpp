@@ -25,8 +25,11 @@
 #include <ATen/quantized/Quantizer.h>
 #include <ATen/record_function.h>
 
+#include <pthread.h>
+
+#include <algorithm>
+#include <array>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -224,6 +227,9 @@ OperatorUse describe(const c10::OperatorHandle &op) {
     return use;
 }
 
+/* Counts how often the hook has been told to watch everything. */
+std::atomic<uint64_t> full_since{1};
+
 /* Counts changes of the dispatcher's set of operators. */
 std::atomic<uint64_t> operator_set_version{1};
 
@@ -265,7 +271,8 @@ class Thread;
 struct Frame {
     Frame *outer =
         nullptr; /* on the stack: the next frame outwards; in the pool: the next one */
-    Thread *thread = nullptr;
+    Thread *thread = nullptr; /* null once that has ended */
+    pthread_t id{};           /* of it */
     size_t return_count = 0;
     std::atomic<bool> ended{false};
     CoreOp first;
@@ -302,12 +309,22 @@ class Thread {
     void recycle(Frame *frame);
 
     std::atomic<uint64_t> call_count{0};
+    uint64_t known_since = 0;        /* full_since, when an operator began here last */
     std::vector<Operand> operands;   /* of the operator that starts now; reused */
     std::vector<Operand> outputs;    /* of the one that ends now; reused */
     std::vector<tp_access> accesses; /* scratch: those of one core */
     std::vector<tp_addr> addresses;  /* scratch */
 
   private:
+    struct KnownUse {
+        OperatorKey key{nullptr, nullptr};
+        const OperatorUse *use = nullptr;
+    };
+
+    const OperatorUse *look_up(const at::RecordFunction &fn, const OperatorKey &key);
+
+    /* Where the operator is looked for first; what is there lies in uses_. */
+    std::array<KnownUse, 1024> known_{};
     std::unordered_map<OperatorKey, OperatorUse, OperatorKeyHash> uses_;
     uint64_t uses_version_ = 0;
     Frame *top_ = nullptr;
@@ -327,10 +344,9 @@ Thread::Thread() {
     threads().push_back(this);
 }
 
-/* The core keeps an operator's pin array, made with malloc, for the next use of the same
- * tp_op. */
+/* The core keeps an operator's pin array for the next use of the same tp_op. */
 void free_pin_arrays(CoreOp &op) {
-    for (CoreOp *each = &op; each != nullptr; each = each->next.get()) std::free(each->op.pins);
+    for (CoreOp *each = &op; each != nullptr; each = each->next.get()) tp_op_fini(&each->op);
 }
 
 Thread::~Thread() {
@@ -345,6 +361,7 @@ Thread::~Thread() {
         }
         calls_of_ended_threads += call_count.load(std::memory_order_relaxed);
     }
+    for (Frame *frame = top_; frame != nullptr; frame = frame->outer) frame->thread = nullptr;
     while (pool_ != nullptr) {
         Frame *frame = pool_;
         pool_ = frame->outer;
@@ -371,6 +388,12 @@ Thread *this_thread() {
     return holder.thread;
 }
 
+/* The same, for the end of a frame: nearly always on its own thread, and then quickly. */
+Thread *this_thread(const Frame *frame) {
+    const bool own = frame->thread != nullptr && pthread_equal(frame->id, pthread_self()) != 0;
+    return own ? frame->thread : this_thread();
+}
+
 Frame *Thread::top() {
     /* A frame that another thread has ended is popped by its owner. */
     while (top_ != nullptr && top_->ended.load(std::memory_order_acquire)) top_ = top_->outer;
@@ -385,6 +408,7 @@ Frame *Thread::push() {
         frame = new Frame;
     }
     frame->thread = this;
+    frame->id = pthread_self();
     frame->ended.store(false, std::memory_order_relaxed);
     frame->outer = top();
     top_ = frame;
@@ -405,22 +429,30 @@ void Thread::recycle(Frame *frame) {
 const OperatorUse *Thread::use_of(const at::RecordFunction &fn) {
     const uint64_t version = operator_set_version.load(std::memory_order_acquire);
     if (C10_UNLIKELY(version != uses_version_)) {
+        known_.fill({});
         uses_.clear();
         uses_version_ = version;
     }
     const OperatorKey key{fn.name(), fn.overload_name()};
-    const auto found = uses_.find(key);
-    if (found != uses_.end()) {
-        call_count.fetch_add(1, std::memory_order_relaxed);
-        return found->second.frame ? &found->second : nullptr;
+    KnownUse &known = known_[OperatorKeyHash{}(key) % known_.size()];
+    if (C10_UNLIKELY(!(known.key == key))) {
+        const OperatorUse *use = look_up(fn, key);
+        if (use == nullptr) return nullptr;
+        known = {key, use};
     }
+    /* Only this thread writes it. */
+    call_count.store(call_count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    return known.use->frame ? known.use : nullptr;
+}
+
+const OperatorUse *Thread::look_up(const at::RecordFunction &fn, const OperatorKey &key) {
+    const auto found = uses_.find(key);
+    if (found != uses_.end()) return &found->second;
     const auto name = fn.operator_name();
     if (!name.has_value()) return nullptr;
     const auto op = c10::Dispatcher::singleton().findSchema(*name);
     if (!op.has_value() || op->schema().name().c_str() != key.name) return nullptr;
-    call_count.fetch_add(1, std::memory_order_relaxed);
-    const OperatorUse &use = uses_.emplace(key, describe(*op)).first->second;
-    return use.frame ? &use : nullptr;
+    return &uses_.emplace(key, describe(*op)).first->second;
 }
 
 /* ---- finding the storages of a value ----------------------------------------------------- */
@@ -606,7 +638,7 @@ void end_frame(Frame *frame, Thread *current, const std::vector<Operand> *output
 
 FrameContext::~FrameContext() {
     Frame *frame = frame_;
-    Thread *current = this_thread();
+    Thread *current = this_thread(frame);
     if (!frame->ended.load(std::memory_order_acquire)) end_frame(frame, current, nullptr);
     /* A frame ended elsewhere stays with its own thread, which may still have it on its
      * stack. */
@@ -633,11 +665,29 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction &fn) {
     try {
         Thread *thread = this_thread();
         if (thread == nullptr) return nullptr;
+        thread->known_since = full_since.load(std::memory_order_relaxed);
         const OperatorUse *use = thread->use_of(fn);
         return use == nullptr ? nullptr : start_operator(thread, *use, fn);
     } catch (...) {
         return nullptr; /* out of host memory */
     }
+}
+
+/* While nothing moves: only notes that the operands are tensors, and in use. */
+std::unique_ptr<at::ObserverContext> on_sample(const at::RecordFunction &fn) {
+    if (C10_UNLIKELY(disabled.load(std::memory_order_relaxed))) return nullptr;
+    try {
+        Thread *thread = this_thread();
+        const OperatorUse *use = thread == nullptr ? nullptr : thread->use_of(fn);
+        if (use == nullptr) return nullptr;
+        collect_operands(thread, *use, fn.inputs());
+        for (const Operand &operand : thread->operands) {
+            tp_mark_seen(operand.core, operand.access.addr);
+        }
+    } catch (...) {
+        /* out of host memory */
+    }
+    return nullptr;
 }
 
 /* Outputs of a core that the operator neither used nor allocated from: only marked as
@@ -651,7 +701,7 @@ void mark_others(Frame *frame, const std::vector<Operand> &outputs) {
 void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
     if (context == nullptr || disabled.load(std::memory_order_relaxed)) return;
     Frame *frame = static_cast<FrameContext *>(context)->frame_;
-    Thread *current = this_thread();
+    Thread *current = this_thread(frame);
     if (current == nullptr || frame->ended.load(std::memory_order_acquire)) return;
     const std::vector<Operand> *outputs = nullptr;
     try {
@@ -673,40 +723,55 @@ void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
 /* ---- installing -------------------------------------------------------------------------- */
 
 std::mutex install_mutex;
-bool armed_slots[TP_SLOT_MAX]; /* this and the next two need install_mutex */
-bool forced = false;
+tp_arming wanted_by_slot[TP_SLOT_MAX]; /* this and the next three need install_mutex */
+tp_arming forced = TP_ARM_OFF;
+tp_arming installed = TP_ARM_OFF;
 at::CallbackHandle callback_handle = at::INVALID_CALLBACK_HANDLE;
 
-void install_if_wanted() {
-    bool wanted = forced;
-    for (const bool armed : armed_slots) wanted = wanted || armed;
-    const bool installed = callback_handle != at::INVALID_CALLBACK_HANDLE;
-    if (wanted && !installed) {
-        /* Scope FUNCTION is where the dispatcher reports operators, those of the backward pass
-         * too. Named ranges of the other scopes launch nothing themselves. */
-        callback_handle = at::addGlobalCallback(at::RecordFunctionCallback(on_start, on_end)
-                                                    .needsInputs(true)
-                                                    .needsOutputs(true)
-                                                    .scopes({at::RecordScope::FUNCTION}));
-    } else if (!wanted && installed) {
-        at::removeCallback(callback_handle);
-        callback_handle = at::INVALID_CALLBACK_HANDLE;
-    }
+/* Boxing its arguments for us costs a program bound by launches up to a sixth of its time: that
+ * is not done for every operator as long as everything fits. */
+constexpr double kSampled = 0.25;
+
+/* Scope FUNCTION is where the dispatcher reports operators, those of the backward pass too.
+ * Named ranges of the other scopes launch nothing themselves. */
+at::RecordFunctionCallback callback_for(tp_arming level) {
+    const bool full = level == TP_ARM_FULL;
+    return at::RecordFunctionCallback(full ? on_start : on_sample, full ? on_end : nullptr)
+        .needsInputs(true)
+        .needsOutputs(full)
+        .samplingProb(full ? 1.0 : kSampled)
+        .scopes({at::RecordScope::FUNCTION});
 }
 
-void on_arm(int slot, bool armed) {
+void install_what_is_wanted() {
+    tp_arming wanted = forced;
+    for (const tp_arming level : wanted_by_slot) wanted = std::max(wanted, level);
+    if (wanted == installed) return;
+    const at::CallbackHandle old = callback_handle;
+    callback_handle = at::INVALID_CALLBACK_HANDLE;
+    if (wanted == TP_ARM_FULL) full_since.fetch_add(1, std::memory_order_relaxed);
+    if (wanted != TP_ARM_OFF) callback_handle = at::addGlobalCallback(callback_for(wanted));
+    /* In this order: an operator meets both rather than neither. */
+    if (old != at::INVALID_CALLBACK_HANDLE) at::removeCallback(old);
+    installed = wanted;
+}
+
+void on_arm(int slot, tp_arming level) {
     const std::lock_guard<std::mutex> guard(install_mutex);
-    armed_slots[slot] = armed;
-    install_if_wanted();
+    wanted_by_slot[slot] = level;
+    install_what_is_wanted();
 }
 
-bool in_operator() {
-    if (disabled.load(std::memory_order_relaxed)) return false;
+tp_bind_place place() {
+    if (disabled.load(std::memory_order_relaxed)) return TP_BIND_OUTSIDE;
     Thread *thread = this_thread();
-    return thread != nullptr && thread->top() != nullptr;
+    if (thread == nullptr) return TP_BIND_OUTSIDE;
+    if (thread->top() != nullptr) return TP_BIND_OPERATOR;
+    const bool known = thread->known_since == full_since.load(std::memory_order_relaxed);
+    return known ? TP_BIND_OUTSIDE : TP_BIND_UNKNOWN;
 }
 
-/* The frame is the same that in_operator saw: the thread has been inside the allocator since.
+/* The frame is the same that place() saw: the thread has been inside the allocator since.
  * When host memory is short the block stays pinned: safe, and freeing it ends that. */
 void on_alloc(tp_core *core, tp_addr addr, tp_stream stream) {
     try {
@@ -721,7 +786,7 @@ void on_alloc(tp_core *core, tp_addr addr, tp_stream stream) {
     }
 }
 
-const tp_bind_operators operators_part = {in_operator, on_alloc, on_arm};
+const tp_bind_operators operators_part = {place, on_alloc, on_arm};
 
 } // namespace
 
@@ -736,10 +801,10 @@ void hook_connect() {
     });
 }
 
-void hook_force(bool on) {
+void hook_force(tp_arming level) {
     const std::lock_guard<std::mutex> guard(install_mutex);
-    forced = on;
-    install_if_wanted();
+    forced = level;
+    install_what_is_wanted();
 }
 
 uint64_t hook_call_count() {

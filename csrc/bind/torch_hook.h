@@ -5,12 +5,14 @@
 
 #include <cstdint>
 
+#include "pager/types.h"
+
 namespace torchpager {
 
 /* Joins the hook to the cores. Once a process. */
 void hook_connect();
-/* The callback is installed while any core is armed or `on` is set. */
-void hook_force(bool on);
+/* The hook is armed as far as any core wants it, and at least to `level`. */
+void hook_force(tp_arming level);
 /* Operators seen so far, on all threads. */
 uint64_t hook_call_count();
 /* In a forked child: nothing of ours is touched any more. */

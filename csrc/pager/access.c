@@ -62,6 +62,11 @@ static void lru_touch(tp_pager *pager, tp_block *block) {
     block->stamp = ++pager->use_clock;
 }
 
+void tp_access_see(tp_pager *pager, tp_block *block) {
+    block->seen = block->tensor = true;
+    lru_touch(pager, block);
+}
+
 static bool anything_in_host(const tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         if (block->extents[i].state == TP_EXTENT_HOST) return true;

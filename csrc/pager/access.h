@@ -11,6 +11,8 @@ void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size
 void tp_access_adopt(tp_pager *pager, tp_op *op, tp_addr addr);
 void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t output_count,
                    tp_op *parent);
+/* It is a tensor, and has just been used. */
+void tp_access_see(tp_pager *pager, tp_block *block);
 /* Resident and immovable. May drop the lock. */
 TP_MUST_USE tp_status tp_access_pin(tp_pager *pager, tp_addr addr, tp_error *error);
 TP_MUST_USE tp_status tp_access_unpin(tp_pager *pager, tp_addr addr, tp_error *error);

@@ -11,19 +11,33 @@
 #include "pager/reclaim.h"
 
 enum {
-    POLL_NS = 20000,       /* between two looks at work in flight */
-    ABANDON_NS = 500000000 /* how long process exit waits for the thread */
+    POLL_NS = 20000,        /* between two looks at work in flight */
+    ABANDON_NS = 500000000, /* how long process exit waits for the thread */
+    GRACE_NS = 20000000,    /* see hook_is_new */
+    SETTLED_NS = 1000000000 /* a marker that could not be recorded by then never will */
 };
 
 void tp_pager_wake(tp_pager *pager) { tp_cond_broadcast(&pager->work); }
+
+/* An operator that began on another thread before the hook was installed is unknown to us, and a
+ * marker covers it only once it has launched its kernels. It is given ample time for that. */
+static bool hook_is_new(const tp_pager *pager) {
+    if (pager->hooks.arm == NULL) return false;
+    return pager->heard_ns == 0 || tp_now_ns() - pager->heard_ns < GRACE_NS;
+}
 
 bool tp_pager_gate_closed(const tp_pager *pager) {
     return pager->region_depth > 0 || pager->region_unmarked;
 }
 
+bool tp_pager_gate_settling(const tp_pager *pager) {
+    return pager->region_unmarked && pager->region_depth == 0 && pager->capture_depth == 0 &&
+           pager->heard_ns != 0 && tp_now_ns() - pager->heard_ns < SETTLED_NS;
+}
+
 void tp_pager_mark_region_end(tp_pager *pager) {
     pager->region_unmarked =
-        pager->capture_depth > 0 ||
+        hook_is_new(pager) || pager->capture_depth > 0 ||
         tp_marker_record_context(&pager->markers, &pager->region_end, NULL) != TP_OK;
 }
 
@@ -163,6 +177,7 @@ tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev
     memset(pager, 0, sizeof *pager);
     pager->dev = dev;
     pager->hooks = config->hooks;
+    if (pager->hooks.arm != NULL) tp_pager_distrust(pager);
     pager->large_min_bytes =
         config->large_min_bytes != 0 ? config->large_min_bytes : 2 * TP_MIB;
     pager->offload = config->offload && dev->caps.host_frames;

@@ -74,8 +74,12 @@ typedef struct tp_pager {
     uint32_t rules_off;
     uint32_t region_depth, capture_depth;
     tp_marker region_end; /* context-wide, recorded when the last region closed */
-    bool region_unmarked; /* it could not be recorded then: the gate stays closed until it is */
-    bool armed;
+    bool
+        region_unmarked; /* it is still to be recorded, by the thread; till then the gate is closed */
+    bool watching, armed; /* TP_ARM_SAMPLE, TP_ARM_FULL are due */
+    uint64_t
+        heard_ns;  /* when the owner of the hook `arm` last became sure to tell of all operators
+                             in progress; 0: it was not asked to */
     bool pressure; /* somebody had to wait for memory since offload went on: reclaim ahead */
     bool paged;    /* bytes have moved to the host */
     size_t wanted_size; /* of the frame that was waited for last */
@@ -124,8 +128,12 @@ void tp_pager_wake(tp_pager *pager);
 /* Waits for `changed`, at most timeout_ns (not 0); wait_begin and wait_end run around it with the
  * lock dropped. Drops the lock. */
 void tp_pager_wait(tp_pager *pager, uint64_t timeout_ns);
-/* True while an opaque region is open, or its kernels may not be covered by a marker. */
+/* True while an opaque region is open, or kernels may be launched that nobody tells of. */
 bool tp_pager_gate_closed(const tp_pager *pager);
+/* The gate is closed and will soon open by itself. */
+bool tp_pager_gate_settling(const tp_pager *pager);
+/* Kernels that nobody tells of may be launched until the pager's thread has recorded a marker. */
+static inline void tp_pager_distrust(tp_pager *pager) { pager->region_unmarked = true; }
 /* Records the marker that remaps wait for after a region. */
 void tp_pager_mark_region_end(tp_pager *pager);
 /* Enters FAILED. */

@@ -385,7 +385,7 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
         bool moving = in.moving;
         if (in.bytes < bytes && tp_reclaim_call_off_ahead(pager, bytes) > 0) continue;
         if (in.bytes < total) moving |= tp_reclaim_start(pager, total - in.bytes, bytes) > 0;
-        if (moving) {
+        if (moving || tp_pager_gate_settling(pager)) {
             stuck_since = 0;
         } else {
             const uint64_t now = tp_now_ns();

@@ -26,7 +26,7 @@ static bool shrink(tp_pager *pager, size_t cap) {
         if (in.bytes < over && tp_reclaim_call_off_ahead(pager, over) > 0) continue;
         if (in.bytes < over) moving |= tp_reclaim_start(pager, over - in.bytes, 0) > 0;
         const uint64_t now = tp_now_ns();
-        if (moving) {
+        if (moving || tp_pager_gate_settling(pager)) {
             stuck_since = 0;
         } else if (stuck_since == 0) {
             stuck_since = now;
@@ -234,7 +234,8 @@ static void await_evictions(tp_pager *pager) {
         for (tp_link *link = pager->inflight.next; link != &pager->inflight;
              link = link->next) {
             const tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
-            any = any || (extent->evict && (extent->busy || !tp_evict_blocked(pager, extent)));
+            any = any || (extent->evict && (extent->busy || tp_pager_gate_settling(pager) ||
+                                            !tp_evict_blocked(pager, extent)));
         }
         if (!any || tp_pager_halted(pager)) return;
         tp_pager_wake(pager);

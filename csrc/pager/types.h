@@ -10,6 +10,14 @@
 
 typedef struct tp_core tp_core;
 
+/* What the core wants to be told of operators. */
+typedef enum tp_arming {
+    TP_ARM_OFF, /* nothing: there is plenty of room */
+    TP_ARM_SAMPLE, /* the operands of some of them (tp_mark_seen), so that there will be something to
+                      evict if memory gets short */
+    TP_ARM_FULL /* everything: mappings may change */
+} tp_arming;
+
 /* What the world outside the core does for it. Every pointer may be NULL. Called with no lock of
  * the core held. `ctx` is passed through. */
 typedef struct tp_hooks {
@@ -21,8 +29,9 @@ typedef struct tp_hooks {
     /* Called once before an allocation fails: collect garbage if that is safe on this thread.
      * True: something may have been freed. */
     bool (*collect)(void *ctx);
-    /* Held bytes passed the low watermark (armed) or offload was switched off (not armed). */
-    void (*arm)(void *ctx, bool armed);
+    /* Held bytes passed a watermark, or offload was switched off. Until it has returned from being told
+     * TP_ARM_FULL, and a little longer, no mapping of a live block changes. */
+    void (*arm)(void *ctx, tp_arming level);
     /* Bytes moved to the host for the first time. On the pager's thread: must not wait for the GIL. */
     void (*first_paging)(void *ctx);
     /* The other allocator that shares the budget (PyTorch's native one). Asks it never to hold more
@@ -87,7 +96,10 @@ typedef struct tp_oom {
 typedef enum tp_alloc_flags {
     TP_ALLOC_PINNED = 1 << 0, /* born with a pin count of one: give it to an operator with
                                    tp_op_adopt. Small requests that share a block: nothing */
-    TP_ALLOC_SEEN = 1 << 1    /* known to be a tensor */
+    TP_ALLOC_SEEN = 1 << 1,   /* known to be a tensor */
+    TP_ALLOC_UNKNOWN =
+        1 << 2 /* perhaps by an operator that began before the hook was armed, and goes
+                                 on after this call */
 } tp_alloc_flags;
 
 typedef struct tp_block_info {

@@ -19,5 +19,6 @@ def is_door_storage(tensor: object) -> bool: ...
 def hook_calls() -> int:
     """Operators the hook has seen on all threads."""
 
-def hook_forced(on: bool) -> None:
-    """Arm the hook regardless of watermarks (benchmarks and tests)."""
+def hook_forced(level: int) -> None:
+    """Arm the hook regardless of watermarks (benchmarks and tests): 0 not, 1 for a sample of the
+    operators, 2 fully."""

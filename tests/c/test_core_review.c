@@ -2,6 +2,7 @@
 #include <pthread.h>
 #include <string.h>
 
+#include "base/lock.h"
 #include "harness.h"
 #include "rig.h"
 
@@ -165,13 +166,13 @@ TEST(unseen_block_in_host_is_not_filled_ahead) {
 TEST(blocks_count_as_unseen_after_offload_ended) {
     rig r;
     rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB});
-    const tp_addr a = rig_alloc(&r, 48 * TP_KIB, 0);
-    rig_op(&r, 0, a, 48 * TP_KIB, 1, true);
+    const tp_addr a = rig_alloc(&r, 56 * TP_KIB, 0);
+    rig_op(&r, 0, a, 56 * TP_KIB, 1, true);
     EXPECT(rig_stats(&r).armed);
     EXPECT_OK(tp_core_set_offload(r.core, false, &test_error));
     EXPECT_OK(tp_core_set_offload(r.core, true, &test_error));
     EXPECT_STATUS(tp_evict(r.core, a, &test_error), TP_BUSY);
-    rig_op(&r, 0, a, 48 * TP_KIB, 1, false);
+    rig_op(&r, 0, a, 56 * TP_KIB, 1, false);
     EXPECT_OK(tp_evict(r.core, a, &test_error));
     rig_close(&r);
     EXPECT_EQ(atomic_load(&r.wrong), 0);
@@ -417,13 +418,13 @@ typedef struct arming {
     atomic_bool armed, in_disarm, other_done;
 } arming;
 
-static void hook_arm(void *ctx, bool armed) {
+static void hook_arm(void *ctx, tp_arming level) {
     arming *it = ctx;
-    if (!armed) {
+    if (level == TP_ARM_OFF) {
         atomic_store(&it->in_disarm, true);
         while (!atomic_load(&it->other_done)) continue;
     }
-    atomic_store(&it->armed, armed);
+    atomic_store(&it->armed, level != TP_ARM_OFF);
 }
 
 static void *offload_ends(void *arg) {
@@ -432,12 +433,46 @@ static void *offload_ends(void *arg) {
     return NULL;
 }
 
+typedef struct first_arming {
+    rig *r;
+    tp_arming level;        /* heard last */
+    uint64_t evicted_count; /* when it was heard first */
+    uint64_t heard_ns;
+} first_arming;
+
+static void hook_arm_first(void *ctx, tp_arming level) {
+    first_arming *it = ctx;
+    if (it->heard_ns == 0) {
+        it->evicted_count = rig_stats(it->r).evictions.count;
+        it->heard_ns = tp_now_ns();
+    }
+    it->level = level;
+}
+
+/* An operator that began before the hook was armed has launched its kernels by then. */
+TEST(nothing_moves_before_the_hook_is_armed_and_settled) {
+    rig r;
+    first_arming it = {.r = &r};
+    const tp_hooks hooks = {.ctx = &it, .arm = hook_arm_first};
+    rig_open(&r, &(rig_options){.budget_bytes = 256 * TP_KIB, .hooks = &hooks});
+    tp_mark_seen(r.core, rig_alloc(&r, 32 * TP_KIB, 0));
+    tp_mark_seen(r.core, rig_alloc(&r, 32 * TP_KIB, 0));
+    EXPECT(!rig_stats(&r).armed);
+    EXPECT_OK(tp_core_set_budget(r.core, 32 * TP_KIB, SIZE_MAX, &test_error));
+    EXPECT(it.heard_ns != 0);
+    EXPECT_EQ(it.evicted_count, 0);
+    EXPECT(rig_stats(&r).evictions.count > 0);
+    EXPECT(tp_now_ns() > it.heard_ns + 15000000u);
+    EXPECT_EQ(it.level, TP_ARM_FULL);
+    rig_close(&r);
+}
+
 TEST(last_word_about_arming_is_the_truth) {
     rig r;
     arming it = {.r = &r};
     const tp_hooks hooks = {.ctx = &it, .arm = hook_arm};
     rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB, .hooks = &hooks});
-    (void)rig_alloc(&r, 48 * TP_KIB, 0);
+    (void)rig_alloc(&r, 56 * TP_KIB, 0);
     EXPECT(atomic_load(&it.armed));
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, offload_ends, &it) == 0);

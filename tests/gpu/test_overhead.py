@@ -20,10 +20,12 @@ def test_overhead_without_pressure_is_within_bounds(
     small, big = json.loads(answer.read_text())
     for workload in (small, big):
         assert workload["evictions"] == 0
-        # Otherwise the three would be the same program: the hook must have run in one mode
-        # only.
-        assert workload["hook_calls"]["armed"] > 0
+        # Otherwise they would be the same program.
+        assert workload["hook_calls"]["armed"] > workload["hook_calls"]["sampling"] > 0
         assert workload["hook_calls"]["native"] == workload["hook_calls"]["installed"] == 0
         assert workload["ratio"]["installed"] <= 1.01, workload["name"]
+    assert big["ratio"]["sampling"] <= 1.02
     assert big["ratio"]["armed"] <= 1.02
-    assert small["ratio"]["armed"] <= 1.08
+    assert small["ratio"]["sampling"] <= 1.08
+    # A callback that does nothing, but wants the operands, takes 1.16 there.
+    assert small["ratio"]["armed"] <= 1.25

@@ -327,11 +327,11 @@ def test_hook_is_not_called_without_offload():
         x = torch.ones(64, 64)
         x @ x + x
         assert _torch_cpu.hook_calls() == before
-        _torch_cpu.hook_forced(True)
+        _torch_cpu.hook_forced(2)
         try:
             x @ x + x
         finally:
-            _torch_cpu.hook_forced(False)
+            _torch_cpu.hook_forced(0)
         armed = _torch_cpu.hook_calls()
         assert 3 <= armed - before <= 12  # matmul, mm, add and what they call
         x @ x + x
