@@ -1,6 +1,5 @@
 """What torchpager costs a program that fits: native, installed, with the operator hook sampling
-(from half of the budget on) and with it fully armed (from seven eighths on, and when memory is
-short).
+(from half of the budget on) and with it fully armed (from the first eviction on).
 
 They are timed in turns inside one process, on one model, so that clocks, caches and
 fragmentation are the same for all; the figures are medians over the rounds, the ratios medians
@@ -67,7 +66,7 @@ SMALL = Workload(
         heads=4,
         context=64,
         batch=4,
-        vocabulary=256,
+        vocabulary=16384,  # so that some blocks are large enough to be ours
         autocast=True,
     ),
     warm_steps=3,

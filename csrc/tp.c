@@ -11,6 +11,7 @@
 #include "base/check.h"
 #include "pager/access.h"
 #include "pager/alloc.h"
+#include "pager/arming.h"
 #include "pager/extent.h"
 #include "pager/pager.h"
 #include "pager/reclaim.h"
@@ -23,8 +24,6 @@ struct tp_core {
     tp_pager pager;
     tp_small small; /* used when config.serve_small */
     bool serve_small;
-    tp_arming told; /* what the hook `arm` has heard last */
-    bool telling;   /* a thread is calling it, with the lock dropped */
 };
 
 static tp_pager *enter(tp_core *core) {
@@ -80,70 +79,9 @@ const tp_device_caps *tp_core_caps(const tp_core *core) { return &core->pager.de
 
 tp_device *tp_core_device(tp_core *core) { return core->pager.dev; }
 
-static tp_arming arming(const tp_pager *pager) {
-    if (pager->armed) return TP_ARM_FULL;
-    return pager->watching ? TP_ARM_SAMPLE : TP_ARM_OFF;
-}
-
-/* Tells the hook owner, one thread at a time, so that the last word is the truth. Drops the lock. */
-static void tell_arming(tp_core *core) {
-    tp_pager *pager = &core->pager;
-    while (!core->telling && core->told != arming(pager)) {
-        const tp_hooks hooks = pager->hooks;
-        const tp_arming level = core->told = arming(pager);
-        core->telling = true;
-        pager->heard_ns = 0;
-        tp_pager_distrust(pager);
-        tp_lock_drop(&pager->lock);
-        if (hooks.arm != NULL) hooks.arm(hooks.ctx, level);
-        tp_lock_take(&pager->lock);
-        core->telling = false;
-        if (level == TP_ARM_FULL) pager->heard_ns = tp_now_ns();
-        tp_pager_wake(pager);
-    }
-}
-
-/* From now on the operator hook tells what is touched. What was used before is covered by a marker
- * that the first write-backs wait for. */
-static void arm(tp_pager *pager) {
-    if (pager->armed || !pager->offload) return;
-    tp_marker before = {0};
-    if (pager->capture_depth > 0 ||
-        tp_marker_record_context(&pager->markers, &before, NULL) != TP_OK ||
-        tp_marker_stream_wait(&pager->markers, pager->dev->copy_stream[TP_COPY_TO_HOST], before,
-                              NULL) != TP_OK) {
-        return; /* later, then */
-    }
-    pager->armed = true;
-}
-
-/* What is due when `bytes` more are asked for under a budget of `limit_bytes`. Drops the lock. */
-static void arm_if_due(tp_core *core, size_t bytes, size_t limit_bytes) {
-    tp_pager *pager = &core->pager;
-    if (pager->offload && !pager->armed) {
-        const size_t held =
-            pager->device_frames.created_bytes + pager->budget.foreign_cap_bytes;
-        const bool always = pager->page_out_before_op || pager->host_kernels;
-        if (always || pager->stats.host.current > 0 ||
-            held >= tp_sub_floor(tp_budget_arm_bytes(limit_bytes), bytes)) {
-            arm(pager);
-        } else if (held >= tp_sub_floor(tp_budget_watch_bytes(limit_bytes), bytes)) {
-            pager->watching = true;
-        }
-    }
-    tell_arming(core);
-}
-
-/* enter(), before anything that may evict to make room for `bytes`. */
-static tp_pager *enter_arming(tp_core *core, size_t bytes) {
-    tp_pager *pager = enter(core);
-    arm_if_due(core, bytes, pager->budget.limit_bytes);
-    return pager;
-}
-
-/* leave(), after anything that may have let offload or the budget change. */
+/* leave(), after anything that may have changed what is held, offload or the budget. */
 static void leave_arming(tp_core *core) {
-    arm_if_due(core, 0, core->pager.budget.limit_bytes);
+    tp_arming_update(&core->pager);
     leave(&core->pager);
 }
 
@@ -152,7 +90,6 @@ static void leave_arming(tp_core *core) {
 tp_status tp_core_set_budget(tp_core *core, size_t device_bytes, size_t host_bytes,
                              tp_error *error) {
     tp_pager *pager = enter(core);
-    arm_if_due(core, 0, device_bytes);
     const tp_status status = tp_resize_budget(pager, device_bytes, host_bytes, error);
     leave_arming(core);
     return status;
@@ -168,13 +105,7 @@ void tp_core_get_budget(tp_core *core, size_t *device_bytes, size_t *host_bytes)
 tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error) {
     tp_pager *pager = enter(core);
     const tp_status status = tp_resize_offload(pager, offload, error);
-    if (!pager->offload && (pager->armed || pager->watching)) {
-        /* What is touched is told no more; armed again, all blocks count as unseen. */
-        pager->armed = pager->watching = false;
-        for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
-            TP_CONTAINER(link, tp_block, lru)->seen = false;
-        }
-    }
+    if (!pager->offload) tp_arming_off(pager);
     leave_arming(core);
     return status;
 }
@@ -188,7 +119,7 @@ void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks) {
 
 tp_status tp_core_yield_to_foreign(tp_core *core, size_t bytes, size_t *granted_cap_bytes,
                                    tp_error *error) {
-    tp_pager *pager = enter_arming(core, bytes);
+    tp_pager *pager = enter(core);
     const tp_status status = tp_resize_yield(pager, bytes, granted_cap_bytes, error);
     leave(pager);
     return status;
@@ -213,7 +144,7 @@ static tp_status alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t f
 
 tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags, tp_addr *out,
                    tp_oom *oom, tp_error *error) {
-    tp_pager *pager = enter_arming(core, bytes);
+    tp_pager *pager = enter(core);
     tp_error first = {0};
     tp_status status = alloc(core, bytes, stream, flags, out, oom, &first);
     const bool full = status == TP_OUT_OF_MEMORY || status == TP_NO_HOST_MEMORY;
@@ -229,7 +160,7 @@ tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags
         tp_pager_distrust(pager);
         tp_access_await_remaps(pager);
     }
-    leave(pager);
+    leave_arming(core);
     if (status != TP_OK && error != NULL && error->status == TP_OK) *error = first;
     return status;
 }
@@ -433,22 +364,15 @@ void tp_export(tp_core *core, tp_addr addr) {
 
 /* ---- tests and tools --------------------------------------------------------------------------- */
 
-static tp_pager *enter_evicting(tp_core *core) {
-    tp_pager *pager = enter(core);
-    arm(pager);
-    tell_arming(core);
-    return pager;
-}
-
 tp_status tp_evict(tp_core *core, tp_addr addr, tp_error *error) {
-    tp_pager *pager = enter_evicting(core);
+    tp_pager *pager = enter(core);
     const tp_status status = tp_resize_evict(pager, addr, error);
     leave_arming(core);
     return status;
 }
 
 size_t tp_evict_all(tp_core *core) {
-    tp_pager *pager = enter_evicting(core);
+    tp_pager *pager = enter(core);
     const size_t bytes = tp_resize_evict_all(pager);
     leave_arming(core);
     return bytes;

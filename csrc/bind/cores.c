@@ -215,7 +215,7 @@ bool tp_bind_close_sim(void) {
 tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream, tp_addr *out,
                         tp_oom *oom, tp_error *error) {
     const tp_bind_operators *operators = atomic_load(&operators_part);
-    const tp_bind_place place = operators == NULL ? TP_BIND_OUTSIDE : operators->place();
+    const tp_bind_place place = operators == NULL ? TP_BIND_OUTSIDE : operators->allocating();
     const uint32_t flags = place == TP_BIND_OPERATOR  ? TP_ALLOC_PINNED
                            : place == TP_BIND_UNKNOWN ? TP_ALLOC_UNKNOWN
                                                       : 0;

@@ -27,7 +27,7 @@ typedef enum tp_bind_place {
 
 /* What the operator hook supplies. */
 typedef struct tp_bind_operators {
-    tp_bind_place (*place)(void); /* of the calling thread */
+    tp_bind_place (*allocating)(void); /* before every allocation of the calling thread */
     /* A block was born, pinned, while one is. */
     void (*on_alloc)(tp_core *core, tp_addr addr, tp_stream stream);
     void (*arm)(int slot, tp_arming level); /* tp_hooks.arm */

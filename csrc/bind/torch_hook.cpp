@@ -673,12 +673,17 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction &fn) {
     }
 }
 
+constexpr int kBurst = 64;
+std::atomic<int> burst_left{0}; /* operators still to be looked at */
+void end_burst();
+
 /* While nothing moves: only notes that the operands are tensors, and in use. */
 std::unique_ptr<at::ObserverContext> on_sample(const at::RecordFunction &fn) {
     if (C10_UNLIKELY(disabled.load(std::memory_order_relaxed))) return nullptr;
     try {
         Thread *thread = this_thread();
         const OperatorUse *use = thread == nullptr ? nullptr : thread->use_of(fn);
+        if (burst_left.fetch_sub(1, std::memory_order_relaxed) == 1) end_burst();
         if (use == nullptr) return nullptr;
         collect_operands(thread, *use, fn.inputs());
         for (const Operand &operand : thread->operands) {
@@ -723,14 +728,10 @@ void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
 /* ---- installing -------------------------------------------------------------------------- */
 
 std::mutex install_mutex;
-tp_arming wanted_by_slot[TP_SLOT_MAX]; /* this and the next three need install_mutex */
+tp_arming wanted_by_slot[TP_SLOT_MAX]; /* this and the next two need install_mutex */
 tp_arming forced = TP_ARM_OFF;
-tp_arming installed = TP_ARM_OFF;
 at::CallbackHandle callback_handle = at::INVALID_CALLBACK_HANDLE;
-
-/* Boxing its arguments for us costs a program bound by launches up to a sixth of its time: that
- * is not done for every operator as long as everything fits. */
-constexpr double kSampled = 0.25;
+std::atomic<tp_arming> level_in_force{TP_ARM_OFF}; /* written under install_mutex */
 
 /* Scope FUNCTION is where the dispatcher reports operators, those of the backward pass too.
  * Named ranges of the other scopes launch nothing themselves. */
@@ -739,21 +740,43 @@ at::RecordFunctionCallback callback_for(tp_arming level) {
     return at::RecordFunctionCallback(full ? on_start : on_sample, full ? on_end : nullptr)
         .needsInputs(true)
         .needsOutputs(full)
-        .samplingProb(full ? 1.0 : kSampled)
         .scopes({at::RecordScope::FUNCTION});
+}
+
+/* In this order: an operator meets both rather than neither. */
+void replace_callback(at::CallbackHandle by) {
+    const at::CallbackHandle old = callback_handle;
+    callback_handle = by;
+    if (old != at::INVALID_CALLBACK_HANDLE) at::removeCallback(old);
 }
 
 void install_what_is_wanted() {
     tp_arming wanted = forced;
     for (const tp_arming level : wanted_by_slot) wanted = std::max(wanted, level);
-    if (wanted == installed) return;
-    const at::CallbackHandle old = callback_handle;
-    callback_handle = at::INVALID_CALLBACK_HANDLE;
+    if (wanted == level_in_force.load(std::memory_order_relaxed)) return;
     if (wanted == TP_ARM_FULL) full_since.fetch_add(1, std::memory_order_relaxed);
-    if (wanted != TP_ARM_OFF) callback_handle = at::addGlobalCallback(callback_for(wanted));
-    /* In this order: an operator meets both rather than neither. */
-    if (old != at::INVALID_CALLBACK_HANDLE) at::removeCallback(old);
-    installed = wanted;
+    burst_left.store(0, std::memory_order_relaxed);
+    replace_callback(wanted == TP_ARM_FULL ? at::addGlobalCallback(callback_for(wanted))
+                                           : at::INVALID_CALLBACK_HANDLE);
+    level_in_force.store(wanted, std::memory_order_relaxed);
+}
+
+/* Boxing their arguments for us costs a program bound by launches up to a sixth of its time, so
+ * operators are sampled in bursts: after each allocation of a block of ours the next few are
+ * looked at, which are those that use it. */
+void start_burst() {
+    if (burst_left.exchange(kBurst, std::memory_order_relaxed) > 0) return;
+    const std::lock_guard<std::mutex> guard(install_mutex);
+    const bool sampling = level_in_force.load(std::memory_order_relaxed) == TP_ARM_SAMPLE;
+    if (!sampling || callback_handle != at::INVALID_CALLBACK_HANDLE) return;
+    callback_handle = at::addGlobalCallback(callback_for(TP_ARM_SAMPLE));
+}
+
+void end_burst() {
+    const std::lock_guard<std::mutex> guard(install_mutex);
+    const bool sampling = level_in_force.load(std::memory_order_relaxed) == TP_ARM_SAMPLE;
+    if (!sampling || burst_left.load(std::memory_order_relaxed) > 0) return;
+    replace_callback(at::INVALID_CALLBACK_HANDLE);
 }
 
 void on_arm(int slot, tp_arming level) {
@@ -762,8 +785,9 @@ void on_arm(int slot, tp_arming level) {
     install_what_is_wanted();
 }
 
-tp_bind_place place() {
+tp_bind_place allocating() {
     if (disabled.load(std::memory_order_relaxed)) return TP_BIND_OUTSIDE;
+    if (level_in_force.load(std::memory_order_relaxed) == TP_ARM_SAMPLE) start_burst();
     Thread *thread = this_thread();
     if (thread == nullptr) return TP_BIND_OUTSIDE;
     if (thread->top() != nullptr) return TP_BIND_OPERATOR;
@@ -771,7 +795,7 @@ tp_bind_place place() {
     return known ? TP_BIND_OUTSIDE : TP_BIND_UNKNOWN;
 }
 
-/* The frame is the same that place() saw: the thread has been inside the allocator since.
+/* The frame is the same that allocating() saw: the thread has been inside the allocator since.
  * When host memory is short the block stays pinned: safe, and freeing it ends that. */
 void on_alloc(tp_core *core, tp_addr addr, tp_stream stream) {
     try {
@@ -786,7 +810,7 @@ void on_alloc(tp_core *core, tp_addr addr, tp_stream stream) {
     }
 }
 
-const tp_bind_operators operators_part = {place, on_alloc, on_arm};
+const tp_bind_operators operators_part = {allocating, on_alloc, on_arm};
 
 } // namespace
 

@@ -16,9 +16,7 @@ bool tp_budget_admits_host(const tp_budget *budget, size_t created_bytes, size_t
            bytes <= budget->host_limit_bytes - created_bytes;
 }
 
-size_t tp_budget_watch_bytes(size_t limit_bytes) { return limit_bytes / 2; }
-
-size_t tp_budget_arm_bytes(size_t limit_bytes) { return limit_bytes - limit_bytes / 8; }
+size_t tp_budget_watch_bytes(const tp_budget *budget) { return budget->limit_bytes / 2; }
 
 size_t tp_budget_foreign_target(const tp_budget *budget, size_t foreign_held_bytes) {
     const size_t room = tp_min_size(budget->limit_bytes / 64, 64 * TP_MIB);

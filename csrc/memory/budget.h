@@ -21,10 +21,9 @@ size_t tp_budget_frame_cap(const tp_budget *budget);
 /* Whether frames of `bytes` may be created beside `created_bytes`. */
 bool tp_budget_admits(const tp_budget *budget, size_t created_bytes, size_t bytes);
 bool tp_budget_admits_host(const tp_budget *budget, size_t created_bytes, size_t bytes);
-/* Held bytes from which on operators are looked at now and then, and all of them. What has been seen
- * by the time that memory is short has to be enough to evict. */
-size_t tp_budget_watch_bytes(size_t limit_bytes);
-size_t tp_budget_arm_bytes(size_t limit_bytes);
+/* From this many held bytes on operators are looked at now and then: what has been seen by the time
+ * that memory is short has to be enough to evict. */
+size_t tp_budget_watch_bytes(const tp_budget *budget);
 /* The foreign allocator's cap that leaves our frames all but what it holds and a little room, so
  * that small allocations do not negotiate. */
 size_t tp_budget_foreign_target(const tp_budget *budget, size_t foreign_held_bytes);

@@ -5,6 +5,7 @@
  *   victim    which extents to evict (pure)
  *   transfer  queueing a write-back or a fill
  *   reclaim   where a frame comes from: pools, cached blocks, the device, victims; waiting for one
+ *   arming    how much has to be known of operators
  *   alloc     blocks: born, freed, cached, retired
  *   fill      starting a fill; readahead: filling ahead of need
  *   access    operators: pins, misses, dirtiness, last-use markers
@@ -77,6 +78,8 @@ typedef struct tp_pager {
     bool
         region_unmarked; /* it is still to be recorded, by the thread; till then the gate is closed */
     bool watching, armed; /* TP_ARM_SAMPLE, TP_ARM_FULL are due */
+    tp_arming told;       /* what the hook `arm` has heard last */
+    bool telling;         /* a thread is calling it, with the lock dropped */
     uint64_t
         heard_ns;  /* when the owner of the hook `arm` last became sure to tell of all operators
                              in progress; 0: it was not asked to */

@@ -3,6 +3,7 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "pager/alloc.h"
+#include "pager/arming.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
 #include "pager/victim.h"
@@ -345,7 +346,7 @@ size_t tp_reclaim_start(tp_pager *pager, size_t bytes, size_t size) {
         started += device_bytes(block);
         tp_block_retire(pager, block);
     }
-    if (started < bytes && pager->offload && pager->capture_depth == 0) {
+    if (started < bytes && pager->armed && pager->offload && pager->capture_depth == 0) {
         if (size != 0) started += start_victims(pager, bytes - started, size, false);
         if (started < bytes) started += start_victims(pager, bytes - started, 0, false);
         if (started == 0) started = start_victims(pager, bytes, 0, true);
@@ -384,7 +385,11 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
         const tp_incoming in = tp_reclaim_incoming(pager);
         bool moving = in.moving;
         if (in.bytes < bytes && tp_reclaim_call_off_ahead(pager, bytes) > 0) continue;
-        if (in.bytes < total) moving |= tp_reclaim_start(pager, total - in.bytes, bytes) > 0;
+        if (in.bytes < total) {
+            const size_t started = tp_reclaim_start(pager, total - in.bytes, bytes);
+            if (started == 0 && tp_arming_full(pager)) continue;
+            moving |= started > 0;
+        }
         if (moving || tp_pager_gate_settling(pager)) {
             stuck_since = 0;
         } else {

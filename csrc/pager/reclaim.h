@@ -37,7 +37,7 @@ typedef struct tp_incoming {
     bool moving;
 } tp_incoming;
 tp_incoming tp_reclaim_incoming(tp_pager *pager);
-/* Starts giving up at least `bytes` more: cached blocks, then victims,
+/* Starts giving up at least `bytes` more: cached blocks, then, when everything is told (arming.h), victims,
  * extents of `size` (0: any) before others, so that frames need not be made anew. Returns the bytes
  * started. */
 size_t tp_reclaim_start(tp_pager *pager, size_t bytes, size_t size);

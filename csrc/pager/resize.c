@@ -4,6 +4,7 @@
 #include "base/check.h"
 #include "pager/access.h"
 #include "pager/alloc.h"
+#include "pager/arming.h"
 #include "pager/evict.h"
 #include "pager/extent.h"
 #include "pager/reclaim.h"
@@ -24,7 +25,11 @@ static bool shrink(tp_pager *pager, size_t cap) {
         const tp_incoming in = tp_reclaim_incoming(pager);
         bool moving = in.moving;
         if (in.bytes < over && tp_reclaim_call_off_ahead(pager, over) > 0) continue;
-        if (in.bytes < over) moving |= tp_reclaim_start(pager, over - in.bytes, 0) > 0;
+        if (in.bytes < over) {
+            const size_t started = tp_reclaim_start(pager, over - in.bytes, 0);
+            if (started == 0 && tp_arming_full(pager)) continue;
+            moving |= started > 0;
+        }
         const uint64_t now = tp_now_ns();
         if (moving || tp_pager_gate_settling(pager)) {
             stuck_since = 0;
@@ -245,8 +250,11 @@ static void await_evictions(tp_pager *pager) {
 
 size_t tp_resize_evict_all(tp_pager *pager) {
     if (!pager->offload || tp_pager_halted(pager)) return 0;
+    (void)tp_arming_full(pager);
     tp_marker decided = {0};
-    if (tp_marker_record_context(&pager->markers, &decided, NULL) != TP_OK) return 0;
+    if (!pager->armed || tp_marker_record_context(&pager->markers, &decided, NULL) != TP_OK) {
+        return 0;
+    }
     const uint64_t before = pager->stats.evictions.bytes;
     pager->host_full = false;
     for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
@@ -259,6 +267,7 @@ size_t tp_resize_evict_all(tp_pager *pager) {
 }
 
 tp_status tp_resize_evict(tp_pager *pager, tp_addr addr, tp_error *error) {
+    (void)tp_arming_full(pager);
     tp_block *block = tp_block_live(pager, addr);
     if (block == NULL) return tp_error_set(error, TP_INVALID, "no block of ours holds it");
     if (tp_pager_halted(pager)) return tp_error_set(error, TP_FAILED, "nothing moves any more");

@@ -13,8 +13,8 @@ typedef struct tp_core tp_core;
 /* What the core wants to be told of operators. */
 typedef enum tp_arming {
     TP_ARM_OFF, /* nothing: there is plenty of room */
-    TP_ARM_SAMPLE, /* the operands of some of them (tp_mark_seen), so that there will be something to
-                      evict if memory gets short */
+    TP_ARM_SAMPLE, /* the operands of those that follow an allocation (tp_mark_seen), so that there will
+                      be something to evict if memory gets short */
     TP_ARM_FULL /* everything: mappings may change */
 } tp_arming;
 

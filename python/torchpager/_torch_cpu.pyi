@@ -20,5 +20,5 @@ def hook_calls() -> int:
     """Operators the hook has seen on all threads."""
 
 def hook_forced(level: int) -> None:
-    """Arm the hook regardless of watermarks (benchmarks and tests): 0 not, 1 for a sample of the
-    operators, 2 fully."""
+    """Arm the hook regardless of watermarks (benchmarks and tests): 0 not, 1 for the
+    operators that follow an allocation, 2 fully."""

@@ -37,8 +37,7 @@ TEST(foreign_target_leaves_a_little_room_within_the_limit) {
 
 TEST(watermarks_grow_with_the_budget_up_to_a_bound) {
     tp_budget budget = {.limit_bytes = 640 * TP_MIB};
-    EXPECT_EQ(tp_budget_watch_bytes(budget.limit_bytes), 320 * TP_MIB);
-    EXPECT_EQ(tp_budget_arm_bytes(budget.limit_bytes), 560 * TP_MIB);
+    EXPECT_EQ(tp_budget_watch_bytes(&budget), 320 * TP_MIB);
     EXPECT_EQ(tp_budget_reclaim_start(&budget), 20 * TP_MIB);
     EXPECT_EQ(tp_budget_reclaim_stop(&budget), 40 * TP_MIB);
     budget.limit_bytes = 80 * TP_GIB;

@@ -1,0 +1,18 @@
+/* arming: how much the core is told of operators (tp_arming), and when that has to change.
+ *
+ * From half of the budget on a sample is enough: it shows which blocks are tensors. Before the first
+ * eviction everything has to be told. Expects the lock; every function may drop it. */
+#ifndef TP_PAGER_ARMING_H
+#define TP_PAGER_ARMING_H
+
+#include "pager/pager.h"
+
+/* After anything that may have changed held bytes, offload or the budget. */
+void tp_arming_update(tp_pager *pager);
+/* Before evictions are decided. True if it changed anything, so that what was read before is old.
+ * They may be decided if pager->armed is set then. */
+bool tp_arming_full(tp_pager *pager);
+/* Offload has ended. */
+void tp_arming_off(tp_pager *pager);
+
+#endif
