@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass
 
 from torchpager import _control, _core, _targets, _torch_cpu, patches
 from torchpager.errors import translated
-from torchpager.sizes import LARGEST_BYTES, Size, format_size, kind_of, parse_size
+from torchpager.sizes import Size, format_size, kind_of, parse_size
 from torchpager.stats import retire
 
 # A block moves in pieces of this many granules at most, as on a CUDA device (32 x 2 MiB).
 _EXTENT_GRANULES = 32
+_LARGEST_GRANULE = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,12 @@ class Simulation(_control.Context):
     ) -> None:
         super().__init__()
         granularity_bytes = parse_size(granularity, name="granularity")
-        if granularity_bytes < mmap.PAGESIZE or granularity_bytes & (granularity_bytes - 1):
+        possible = mmap.PAGESIZE <= granularity_bytes <= _LARGEST_GRANULE
+        if not possible or granularity_bytes & (granularity_bytes - 1):
             raise ValueError(
                 f"granularity is {granularity!r}; possible are powers of two from "
-                f"{mmap.PAGESIZE} bytes, this machine's OS page"
+                f"{mmap.PAGESIZE} bytes, this machine's OS page, to "
+                f"{format_size(_LARGEST_GRANULE)}"
             )
         size = parse_size(device_bytes, name="device_bytes")
         size -= size % granularity_bytes
@@ -74,10 +77,7 @@ class Simulation(_control.Context):
                 if large_min is None
                 else parse_size(large_min, name="large_min")
             ),
-            extent_max=min(
-                _EXTENT_GRANULES * granularity_bytes,
-                LARGEST_BYTES - LARGEST_BYTES % granularity_bytes,
-            ),
+            extent_max=_EXTENT_GRANULES * granularity_bytes,
             strict=strict,
             page_out_before_op=page_out_before_each_op,
             seed=seed,
