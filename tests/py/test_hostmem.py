@@ -157,6 +157,7 @@ def test_host_budget_is_what_the_control_group_leaves(machine, monkeypatch):
         name = "read" if module is hostmem else "read_host_memory"
         monkeypatch.setattr(module, name, lambda: read(proc, sysfs))
     with torchpager.simulate("64 MiB", granularity="64 KiB"), torchpager.auto_offload():
+        torchpager.reset_stats()
         assert torchpager.status().host_budget_bytes == 16 << 20
         with torchpager.budget("8 MiB", host="1 GiB"):
             assert torchpager.status().host_budget_bytes == 16 << 20
