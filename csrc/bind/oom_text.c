@@ -33,7 +33,7 @@ static void put_size(writer *out, const char *label, size_t bytes) {
     double value = (double)bytes;
     for (; unit < 4 && value >= 1024.0; unit++) value /= 1024.0;
     if (unit == 0) {
-        put(out, "%s%zu bytes", label, bytes);
+        put(out, "%s%zu byte%s", label, bytes, bytes == 1 ? "" : "s");
     } else {
         put(out, "%s%.2f %s (%zu bytes)", label, value, units[unit], bytes);
     }

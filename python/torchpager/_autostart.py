@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +91,19 @@ def child_environment(arming: Arming) -> dict[str, str]:
 
 
 def _start_all(contexts: Iterable[_control.Context]) -> None:
-    started: list[_control.Context] = []
+    undos: list[_control.Undo] = []
     try:
         for context in contexts:
-            started.append(context.start())
+            undos.append(partial(_stop_if_active, context))
+            context.start()
     except BaseException:
-        for context in reversed(started):
-            context.stop()
+        _control.back_out(undos)
         raise
+
+
+def _stop_if_active(context: _control.Context) -> None:
+    if context.active:
+        context.stop()
 
 
 def _local_device() -> int | None:

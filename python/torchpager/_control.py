@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -25,6 +25,7 @@ lock = threading.RLock()
 _stack: list["Context"] = []
 # The slot that a figure is meant for when nobody says which device.
 _last_slot: int | None = None
+Undo: TypeAlias = Callable[[], object]
 _exit_callbacks: list[Callable[[], None]] = []
 _fork_callbacks: list[Callable[[], None]] = []
 
@@ -34,11 +35,18 @@ class Context:
 
     All contexts share one stack: each is left before those that were entered earlier. A context
     is active once at a time and may be started again after it was stopped.
+
+    An interrupt (``KeyboardInterrupt``, or whatever a signal handler raises) may come after any
+    call. One that comes within ``start()`` leaves everything as it was found; one within
+    ``stop()`` passes on when everything has been left. What remains is the first instruction of
+    ``__exit__``, before Python code of ours runs: the context is in force then, and ``stop()``
+    leaves it.
     """
 
     def __init__(self) -> None:
         self._active = False
         self._forked = False
+        self._undos: list[Undo] = []
 
     @property
     def active(self) -> bool:
@@ -53,16 +61,24 @@ class Context:
         RuntimeError
             It is active already.
         """
-        with lock:
-            if self._active:
-                raise RuntimeError(
-                    f"{self!r} is active already; stop it first, or make another"
-                )
-            self._enter()
-            self._active = True
-            self._forked = False
-            _stack.append(self)
-        return self
+        begun = False
+        try:
+            with lock:
+                if self._active:
+                    raise RuntimeError(
+                        f"{self!r} is active already; stop it first, or make another"
+                    )
+                begun = True
+                self._forked = False
+                self._undos[:] = [self._end]
+                self._enter()
+                _stack.append(self)
+                self._active = True
+            return self
+        except BaseException:
+            if begun:
+                self._back_out()
+            raise
 
     def stop(self) -> None:
         """Restore what ``start()`` found.
@@ -84,9 +100,16 @@ class Context:
                     f"{self!r} is left out of order: {_stack[-1]!r} was entered later, "
                     "leave it first"
                 )
-            _stack.pop()
-            self._active = False
-            self._leave()
+            try:
+                failure = unwind(self._undos)
+            except BaseException:  # an interrupt between two of them
+                unwind(self._undos)
+                raise
+            try:
+                if failure is not None:
+                    raise failure
+            finally:
+                del failure  # else it would hold this frame, and this frame it
 
     def __enter__(self) -> "Self":
         return self.start()
@@ -104,14 +127,65 @@ class Context:
                 raise
             # The body's own exception is what the caller must see.
             logger.exception("leaving %r failed", self)
+        except BaseException:  # an interrupt, perhaps before anything was left
+            if self._active:
+                self.stop()
+            raise
 
     def _enter(self) -> None:
-        """Put it in force, or raise and leave everything as it was."""
+        """Put it in force; hand ``_undo_later`` the undo of each act before the act."""
         raise NotImplementedError
 
-    def _leave(self) -> None:
-        """Restore what ``_enter`` found."""
-        raise NotImplementedError
+    def _undo_later(self, undo: "Undo") -> None:
+        """Have something done when the context is left; see :func:`unwind`."""
+        self._undos.append(undo)
+
+    def _end(self) -> None:
+        self._active = False
+        if self in _stack:
+            _stack.remove(self)
+
+    def _back_out(self) -> None:
+        with lock:
+            # Once the lock was given up, another thread's context may have come on top: then
+            # this one stays in force, and active.
+            if self not in _stack or _stack[-1] is self:
+                back_out(self._undos)
+
+
+def unwind(undos: list[Undo]) -> BaseException | None:
+    """Do all undos, the last first; return the first exception that one of them raised.
+
+    Whatever is raised, the others are done. An undo must be fit to be done when its act was
+    not, and to be done twice: one that raised is tried once more, for that may have been an
+    interrupt.
+    """
+    first: BaseException | None = None
+    again = False
+    while undos:
+        try:
+            undos[-1]()
+            undos.pop()
+            again = False
+        except BaseException as error:
+            first = error if first is None else first
+            if again:
+                undos.pop()
+            again = not again
+    return first
+
+
+def back_out(undos: list[Undo]) -> None:
+    """Do all undos while an exception is on its way: only an interrupt may take its place."""
+    try:
+        failure = unwind(undos)
+    except BaseException:
+        unwind(undos)
+        raise
+    if isinstance(failure, Exception):
+        logger.error("undoing failed", exc_info=failure)
+    elif failure is not None:
+        raise failure
 
 
 def active_contexts() -> tuple[Context, ...]:
@@ -186,6 +260,7 @@ def _forget_in_child() -> None:
     for context in _stack:
         context._active = False
         context._forked = True
+        context._undos.clear()
     _stack.clear()
     for forget in _fork_callbacks:
         forget()

@@ -4,8 +4,8 @@ import gc
 import importlib
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import TypeAlias
 
@@ -106,22 +106,30 @@ class Target:
             More is held than the new budget, and it cannot be moved. Nothing changed.
         """
         old = self.settings
-        with ExitStack() as undo:
+        undos: list[_control.Undo] = []
+        try:
             if new.door and not old.door:
+                undos.append(self.close_door)
                 self.open_door()
-                undo.callback(self.close_door)
             if new.offload and not old.offload:
+                undos.append(partial(self._set_offload, False))
                 self._set_offload(True)
-                undo.callback(self._set_offload, False)
             if (new.device_bytes, new.host_bytes) != (old.device_bytes, old.host_bytes):
+                undos.append(
+                    partial(_core.set_budget, self.slot, old.device_bytes, old.host_bytes)
+                )
                 self._set_budget(new)
-                undo.callback(_core.set_budget, self.slot, old.device_bytes, old.host_bytes)
             if old.offload and not new.offload:
+                undos.append(partial(self._set_offload, True))
                 self._set_offload(False)
-            undo.pop_all()
-        self.settings = new
+            # The door is closed last, and is open until that has succeeded.
+            self.settings = replace(new, door=new.door or old.door)
+        except BaseException:
+            _control.back_out(undos)
+            raise
         if old.door and not new.door:
             self.close_door()
+            self.settings = new
 
     def restore(self, old: Settings) -> None:
         """Put back what a context found."""
@@ -156,7 +164,18 @@ class Target:
         except _core.CoreError as error:
             if error.status not in ("OUT_OF_MEMORY", "NO_HOST_MEMORY"):
                 raise translate(error, f"setting the budget of {self.label}") from error
+            if error.status == "NO_HOST_MEMORY":
+                raise out_of_memory(self._over_host_budget_text(new)) from error
             raise out_of_memory(self._over_budget_text(new)) from error
+
+    def _over_host_budget_text(self, new: Settings) -> str:
+        stats = _core.stats(self.slot)
+        return (
+            f"A host budget of {format_size(new.host_bytes)} for {self.label} was asked for, "
+            f"but host frames hold {format_size(stats['host_held'][0])}, "
+            f"{format_size(stats['host'][0])} of them the only copy of bytes in HOST. Delete "
+            "tensors, or leave them more room on the device. Nothing was changed."
+        )
 
     def _over_budget_text(self, new: Settings) -> str:
         stats = _core.stats(self.slot)
@@ -169,7 +188,10 @@ class Target:
             f"{format_size(stats['pinned'][0])}; native {format_size(native)}. "
         )
         if new.offload:
-            text += f"Paging is on; HOST holds {format_size(stats['host'][0])}. "
+            text += (
+                f"Paging is on; HOST holds {format_size(stats['host'][0])}; host memory used "
+                f"{format_size(stats['host_held'][0])} of {format_size(new.host_bytes)}. "
+            )
         else:
             text += "Paging is off: enter torchpager.auto_offload() first and they can move. "
         if native:
@@ -207,6 +229,7 @@ class WrapperTarget(Target):
         super().__init__(index)
         self.label = f"cuda:{index}"
         self._glue = cuda_glue()
+        self._enabled = False
 
     def open(self) -> None:
         """Create the core on the device's primary context."""
@@ -215,22 +238,24 @@ class WrapperTarget(Target):
 
     def open_door(self) -> None:
         """Wrap the native allocator, and let the core's budget bound it."""
-        with ExitStack() as undo:
-            if not self._glue.installed():
-                try:
-                    self._glue.install()
-                except RuntimeError as error:
-                    raise UnavailableError(str(error)) from error
-                undo.callback(self._glue.uninstall)
-            self._glue.enable(self.slot, True)
-            undo.callback(self._glue.enable, self.slot, False)
-            self._glue.share_budget(self.slot, True)
-            undo.pop_all()
+        if not self._glue.installed():
+            try:
+                self._glue.install()
+            except RuntimeError as error:
+                raise UnavailableError(str(error)) from error
+        self._enabled = True
+        self._glue.enable(self.slot, True)
+        self._glue.share_budget(self.slot, True)
 
     def close_door(self) -> None:
-        """Restore the native allocator once no device needs the door."""
-        self._glue.share_budget(self.slot, False)
-        self._glue.enable(self.slot, False)
+        """Restore the native allocator once no device needs the door.
+
+        Whatever part of ``open_door`` was done before it was interrupted.
+        """
+        if self._enabled:
+            self._glue.share_budget(self.slot, False)
+            self._glue.enable(self.slot, False)
+            self._enabled = False
         others = (t for t in _wrappers.values() if t is not self)
         if not any(target.settings.door for target in others):
             self._glue.uninstall()

@@ -7,6 +7,7 @@ import torch
 
 from torchpager import _control, _targets
 from torchpager.errors import UnavailableError
+from torchpager.sizes import kind_of
 
 Adoptable: TypeAlias = object
 
@@ -106,7 +107,7 @@ def tensors_in(things: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from tensors_in(thing)
         else:
             raise TypeError(
-                f"a {type(thing).__name__} holds no tensors that torchpager knows of; possible "
+                f"{kind_of(thing)} holds no tensors that torchpager knows of; possible "
                 "are modules, optimizers, tensors, and containers of them"
             )
 

@@ -2,12 +2,13 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from torchpager import _control
 from torchpager._targets import DeviceLike, Settings, Target, resolve
 from torchpager.hostmem import read as read_host_memory
-from torchpager.sizes import Size, format_size, is_percentage, parse_size
+from torchpager.sizes import Size, check_size, format_size, parse_size
 
 BUDGET_VARIABLE = "TORCHPAGER_BUDGET"
 HOST_BUDGET_VARIABLE = "TORCHPAGER_HOST_BUDGET"
@@ -37,13 +38,12 @@ class Budget(_control.Context):
             raise ValueError(
                 f"scope is {scope!r}; possible are {SCOPES[0]!r} and {SCOPES[1]!r}"
             )
-        _check_syntax(size, "budget")
+        check_size(size, name="budget")
         self._size = size
         self._host = host_size(host)
         self._device = device
         self._scope = scope
         self._target: Target | None = None
-        self._found = Settings()
 
     def __repr__(self) -> str:
         return f"budget({self._size!r})"
@@ -63,6 +63,8 @@ class Budget(_control.Context):
         found = target.settings
         device_bytes = self._resolve_size(target, found)
         host_bytes = resolve_host(self._host, target)
+        self._target = target
+        self._undo_later(partial(target.restore, found))
         target.change(
             replace(
                 found,
@@ -73,12 +75,7 @@ class Budget(_control.Context):
                 door=True,
             )
         )
-        self._target, self._found = target, found
         _control.use_slot(target.slot)
-
-    def _leave(self) -> None:
-        assert self._target is not None
-        self._target.restore(self._found)
 
     def _resolve_size(self, target: Target, found: Settings) -> int:
         total = target.total_bytes()
@@ -166,7 +163,7 @@ def host_size(host: Size | None) -> Size | None:
     if host is None:
         host = os.environ.get(HOST_BUDGET_VARIABLE) or None
     if host is not None:
-        _check_syntax(host, "host budget", zero_allowed=True)
+        check_size(host, name="host budget", zero_allowed=True)
     return host
 
 
@@ -189,9 +186,3 @@ def resolve_host(host: Size | None, target: Target) -> int:
             f"{format_size(found.host_bytes)}"
         )
     return min(size, cap)
-
-
-def _check_syntax(size: Size, name: str, zero_allowed: bool = False) -> None:
-    """Raise for what is no size on any machine; a percentage waits for the device."""
-    stand_in = 1 << 50 if is_percentage(size) else None
-    parse_size(size, name=name, total_bytes=stand_in, zero_allowed=zero_allowed)

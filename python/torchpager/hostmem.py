@@ -73,7 +73,10 @@ def _cgroup_rooms(membership: Path, sysfs: Path) -> Iterator[int]:
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        fields = line.split(":", 2)
+        if len(fields) < 3:
+            continue
+        _, controllers, path = fields
         if not controllers:
             yield from _rooms_up(sysfs, path, _RoomV2)
         elif "memory" in controllers.split(","):
@@ -101,7 +104,8 @@ def _rooms_up(mount: Path, path: str, room_of: "type[_Room]") -> Iterator[int]:
 class _Room:
     """The room left in one group; the file names differ between the two versions."""
 
-    limit = usage = ""
+    limits: tuple[str, ...] = ()
+    usage = ""
     reclaimable: tuple[str, ...] = ()
 
     def __init__(self, group: Path) -> None:
@@ -109,23 +113,31 @@ class _Room:
 
     def bytes(self) -> int | None:
         """Return the bytes, or None without a limit."""
+        limits = [limit for limit in map(self._number, self.limits) if limit is not None]
+        if not limits or min(limits) >= _NO_LIMIT_V1:
+            return None
+        # A limit binds also where the rest cannot be read.
+        usage = self._number(self.usage) or 0
         try:
-            limit_text = (self._group / self.limit).read_text().strip()
-            usage = int((self._group / self.usage).read_text())
             stat = _table(self._group / "memory.stat")
-        except (OSError, ValueError):
-            return None
-        if limit_text == "max" or int(limit_text) >= _NO_LIMIT_V1:
-            return None
+        except OSError:
+            stat = {}
         unreclaimable = usage - sum(stat.get(name, 0) for name in self.reclaimable)
-        return max(0, int(limit_text) - max(0, unreclaimable))
+        return max(0, min(limits) - max(0, unreclaimable))
+
+    def _number(self, name: str) -> int | None:
+        try:
+            return int((self._group / name).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            return None
 
 
 class _RoomV2(_Room):
-    limit, usage = "memory.max", "memory.current"
+    # Beyond memory.high nothing is killed, but everything is slowed down to make it reclaim.
+    limits, usage = ("memory.max", "memory.high"), "memory.current"
     reclaimable = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 class _RoomV1(_Room):
-    limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+    limits, usage = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
     reclaimable = ("total_inactive_file", "total_active_file")

@@ -1,9 +1,10 @@
 """Paging: what does not fit on the device moves to the host and back by itself."""
 
 from dataclasses import replace
+from functools import partial
 
 from torchpager import _control
-from torchpager._targets import DeviceLike, Settings, Target, resolve
+from torchpager._targets import DeviceLike, resolve
 from torchpager.budget import host_size, resolve_host
 from torchpager.errors import UnavailableError
 from torchpager.sizes import Size
@@ -16,8 +17,6 @@ class AutoOffload(_control.Context):
         super().__init__()
         self._host = host_size(host)
         self._device = device
-        self._target: Target | None = None
-        self._found = Settings()
 
     def __repr__(self) -> str:
         return "auto_offload()"
@@ -32,6 +31,7 @@ class AutoOffload(_control.Context):
         target.open()
         found = target.settings
         device_bytes = found.device_bytes
+        self._undo_later(partial(target.restore, found))
         target.change(
             replace(
                 found,
@@ -42,13 +42,8 @@ class AutoOffload(_control.Context):
                 door=True,
             )
         )
-        self._target, self._found = target, found
         _control.mark_tensors_seen(target.slot)
         _control.use_slot(target.slot)
-
-    def _leave(self) -> None:
-        assert self._target is not None
-        self._target.restore(self._found)
 
 
 def auto_offload(*, host: Size | None = None, device: DeviceLike = None) -> AutoOffload:

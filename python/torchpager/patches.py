@@ -31,6 +31,7 @@ import torch
 import torch.utils.dlpack
 
 from torchpager import _control, _core
+from torchpager._pins import Pins
 
 _MISSING = object()
 _Method = Callable[..., Any]
@@ -51,36 +52,46 @@ _in_place = _InPlace()
 
 
 def install() -> None:
-    """Wrap everything in the list above. Under ``_control.lock``."""
-    if _installed:
-        return
-    for owner, names, wrapper in _wrapped():
-        for name in names:
-            if hasattr(owner, name):
-                _replace(owner, name, wrapper(getattr(owner, name)))
-    for owner in _exchange_classes():
-        _replace(owner, "__dlpack_c_exchange_api__", _MISSING)
+    """Wrap everything in the list above, or raise and wrap nothing.
+
+    Under ``_control.lock``, and only when it is not in force: what an interrupted call left
+    comes out first.
+    """
+    uninstall()
+    try:
+        for owner, names, wrapper in _wrapped():
+            for name in names:
+                if hasattr(owner, name):
+                    _replace(owner, name, wrapper(getattr(owner, name)))
+        for owner in _exchange_classes():
+            _replace(owner, "__dlpack_c_exchange_api__", _MISSING)
+    except BaseException:
+        uninstall()
+        raise
 
 
 def uninstall() -> None:
-    """Restore what install() found. What somebody else has wrapped since is left alone."""
+    """Restore what install() found. What somebody else has wrapped since is left alone.
+
+    Interrupted, it may be called again.
+    """
     while _installed:
-        owner, name, found, ours = _installed.pop()
-        if vars(owner).get(name, _MISSING) is not ours:
-            continue
-        if found is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, found)
+        owner, name, found, ours = _installed[-1]
+        if vars(owner).get(name, _MISSING) is ours:
+            _put(owner, name, found)
+        _installed.pop()
 
 
 def _replace(owner: Any, name: str, ours: Any) -> None:
-    found = vars(owner).get(name, _MISSING)
-    if ours is _MISSING:
+    _installed.append((owner, name, vars(owner).get(name, _MISSING), ours))
+    _put(owner, name, ours)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if value is _MISSING:
         delattr(owner, name)
     else:
-        setattr(owner, name, ours)
-    _installed.append((owner, name, found, ours))
+        setattr(owner, name, value)
 
 
 def _wrapped() -> list[tuple[Any, tuple[str, ...], _Wrapper]]:
@@ -134,27 +145,24 @@ def _storage_address(storage: torch.UntypedStorage) -> int:
         return 0
 
 
-def _hold(address: int, write: bool) -> int | None:
-    """Keep a block in place; return its generation, or None when there is nothing to undo."""
+def _hold(pins: Pins, address: int, write: bool) -> None:
+    """Keep a block in place."""
     block = _core.block(address)
     if block is None:
-        return None
+        return
     try:
-        _core.pin(address)
+        pins.take(address, block["generation"])
     except _core.CoreError:  # the pins do not fit: the bytes can be used where they are
         _core.touch(address, write)
-        return None
+        return
     if write:
         _core.touch(address, True)
-    generation: int = block["generation"]
-    return generation
 
 
-def _release(address: int, generation: int) -> None:
-    # The call itself may have freed the block (resize_), and another one may be there now.
-    block = _core.block(address)
-    if block is not None and block["generation"] == generation:
-        _core.unpin(address)
+def _let_go(pins: Pins, addresses: list[int]) -> None:
+    # The call itself may have freed the block (resize_).
+    pins.release()
+    _in_place.addresses.difference_update(addresses)
 
 
 def _during(write: bool, function: _Method) -> _Method:
@@ -166,15 +174,18 @@ def _during(write: bool, function: _Method) -> _Method:
         ]
         if not addresses:
             return function(*args, **kwargs)
-        holds = [(address, _hold(address, write)) for address in addresses]
-        _in_place.addresses.update(addresses)
+        pins = Pins()
         try:
+            for address in addresses:
+                _hold(pins, address, write)
+            _in_place.addresses.update(addresses)
             return function(*args, **kwargs)
         finally:
-            _in_place.addresses.difference_update(addresses)
-            for address, generation in holds:
-                if generation is not None:
-                    _release(address, generation)
+            try:
+                _let_go(pins, addresses)
+            except BaseException:  # an interrupt, perhaps before it began
+                _let_go(pins, addresses)
+                raise
 
     return held
 

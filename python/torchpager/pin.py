@@ -1,13 +1,15 @@
 """Making tensors resident and immovable."""
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchpager import _control, _core
+from torchpager._pins import Pins
 from torchpager.adopt import tensors_in
-from torchpager.errors import translate
+from torchpager.errors import translate, translated
+from torchpager.sizes import kind_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -16,9 +18,9 @@ if TYPE_CHECKING:
 class Pin:
     """What :func:`pin` returns: tensors stay where they are until ``unpin()``."""
 
-    def __init__(self, blocks: list[tuple[int, int]], pinned_bytes: int) -> None:
-        self._blocks = blocks
-        self._pinned_bytes = pinned_bytes
+    def __init__(self) -> None:
+        self._pins = Pins()
+        self._pinned_bytes = 0
 
     def __repr__(self) -> str:
         return f"<pin of {self._pinned_bytes} bytes>"
@@ -26,12 +28,12 @@ class Pin:
     @property
     def bytes(self) -> int:
         """Device memory held by this pin; 0 after ``unpin()``."""
-        return self._pinned_bytes if self._blocks else 0
+        return self._pinned_bytes if self._pins else 0
 
     def unpin(self) -> None:
         """Let the tensors move again, unless another pin holds them. Twice is as once."""
-        while self._blocks:
-            _unpin(*self._blocks.pop())
+        with translated("unpinning a tensor"):
+            self._pins.release()
 
     def __enter__(self) -> "Self":
         return self
@@ -42,7 +44,15 @@ class Pin:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.unpin()
+        try:
+            self.unpin()
+        except BaseException:  # an interrupt, perhaps before it began
+            self.unpin()
+            raise
+
+    def _add(self, block: dict[str, Any]) -> None:
+        self._pins.take(block["addr"], block["generation"])
+        self._pinned_bytes += block["bytes"]
 
 
 def pin(thing: torch.Tensor | torch.nn.Module) -> Pin:
@@ -80,9 +90,8 @@ def pin(thing: torch.Tensor | torch.nn.Module) -> Pin:
     4194304
     """
     if not isinstance(thing, torch.Tensor | torch.nn.Module):
-        raise TypeError(f"pin() takes a tensor or a module, not a {type(thing).__name__}")
-    blocks: list[tuple[int, int]] = []
-    pinned_bytes = 0
+        raise TypeError(f"pin() takes a tensor or a module, not {kind_of(thing)}")
+    handle = Pin()
     known: set[int] = set()
     try:
         for tensor in tensors_in([thing]):
@@ -91,24 +100,10 @@ def pin(thing: torch.Tensor | torch.nn.Module) -> Pin:
             if block is None or block["addr"] in known:
                 continue
             known.add(block["addr"])
-            _core.pin(block["addr"])
-            blocks.append((block["addr"], block["generation"]))
-            pinned_bytes += block["bytes"]
+            handle._add(block)
+        return handle
     except BaseException as error:
-        Pin(blocks, 0).unpin()
+        _control.back_out([handle.unpin])
         if isinstance(error, _core.CoreError):
             raise translate(error, "pinning a tensor") from error
         raise
-    return Pin(blocks, pinned_bytes)
-
-
-def _unpin(address: int, generation: int) -> None:
-    """Undo one pin, unless the block it was for is gone."""
-    block = _core.block(address)
-    if block is None or block["generation"] != generation:
-        return
-    try:
-        _core.unpin(address)
-    except _core.CoreError as error:  # freed by another thread since
-        if error.status != "INVALID":
-            raise translate(error, "unpinning a tensor") from error

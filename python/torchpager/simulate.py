@@ -2,16 +2,16 @@
 
 import gc
 import mmap
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from torchpager import _control, _core, _targets, _torch_cpu, patches
 from torchpager.errors import translated
-from torchpager.sizes import Size, format_size, parse_size
+from torchpager.sizes import Size, format_size, kind_of, parse_size
 from torchpager.stats import retire
 
 # A block moves in pieces of this many granules at most, as on a CUDA device (32 x 2 MiB).
 _EXTENT_GRANULES = 32
+_LARGEST_GRANULE = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class Simulation(_control.Context):
     ) -> None:
         super().__init__()
         granularity_bytes = parse_size(granularity, name="granularity")
-        if granularity_bytes < mmap.PAGESIZE or granularity_bytes & (granularity_bytes - 1):
+        possible = mmap.PAGESIZE <= granularity_bytes <= _LARGEST_GRANULE
+        if not possible or granularity_bytes & (granularity_bytes - 1):
             raise ValueError(
                 f"granularity is {granularity!r}; possible are powers of two from "
-                f"{mmap.PAGESIZE} bytes, this machine's OS page"
+                f"{mmap.PAGESIZE} bytes, this machine's OS page, to "
+                f"{format_size(_LARGEST_GRANULE)}"
             )
         size = parse_size(device_bytes, name="device_bytes")
         size -= size % granularity_bytes
@@ -64,7 +66,7 @@ class Simulation(_control.Context):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is {flag!r}; possible are True and False")
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"seed is {seed!r}, a {type(seed).__name__}; it must be an int")
+            raise TypeError(f"seed is {seed!r}, {kind_of(seed)}; it must be an int")
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed is {seed}; possible are 0 to 2**64 - 1")
         self._options = _Options(
@@ -89,25 +91,16 @@ class Simulation(_control.Context):
             raise RuntimeError(
                 "a simulate() is active already, and there is one simulated device"
             )
-        with ExitStack() as undo:
-            self._open_core()
-            undo.callback(_close_core)
-            _torch_cpu.install(self._options.large_min)
-            undo.callback(_torch_cpu.uninstall)
-            patches.install()
-            undo.pop_all()
+        self._undo_later(_close_core)
+        self._open_core()
+        self._undo_later(patches.uninstall)
+        patches.install()
+        self._undo_later(_paging_off)
+        self._undo_later(_torch_cpu.uninstall)
+        _torch_cpu.install(self._options.large_min)
+        self._undo_later(_targets.simulation_ended)
         _targets.simulation_began(self._options.strict)
         _control.use_slot(_core.SIM_SLOT)
-
-    def _leave(self) -> None:
-        _targets.simulation_ended()
-        _torch_cpu.uninstall()
-        try:
-            with translated("leaving simulate()"):
-                _core.set_offload(_core.SIM_SLOT, False)
-        finally:
-            patches.uninstall()
-            _close_core()
 
     def _open_core(self) -> None:
         if _core.is_open(_core.SIM_SLOT) and not _close_core():
@@ -120,13 +113,21 @@ class Simulation(_control.Context):
                     f"{format_size(alive)} of tensors made inside an earlier simulate() are "
                     "alive; a simulate() with other options needs them deleted first"
                 )
+        Simulation._opened = self._options
         with translated("opening the simulated device"):
             _core.sim_open(**asdict(self._options))
-        Simulation._opened = self._options
+
+
+def _paging_off() -> None:
+    if _core.is_open(_core.SIM_SLOT):
+        with translated("leaving simulate()"):
+            _core.set_offload(_core.SIM_SLOT, False)
 
 
 def _close_core() -> bool:
     """Destroy the simulated core if no tensor of it is alive, keeping its totals."""
+    if not _core.is_open(_core.SIM_SLOT):
+        return True
     totals = _core.stats(_core.SIM_SLOT)
     oom = _core.last_oom(_core.SIM_SLOT)
     if not _core.sim_close():

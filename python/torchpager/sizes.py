@@ -13,6 +13,10 @@ _UNITS: dict[str, int] = {"": 1, "B": 1} | {
 }
 _PATTERN = re.compile(r"(?P<sign>[+-]?)(?P<number>\d+(?:\.\d*)?|\.\d+)(?P<unit>[A-Za-z]*|%)")
 _POSSIBLE = 'int bytes, "8 GiB" (8 x 2**30), "8 GB" (8 x 10**9)'
+# More than any address space holds, and the most that the core's interface takes.
+LARGEST_BYTES = (1 << 63) - 1
+# Python itself refuses to read or to print numbers of thousands of digits.
+_LONGEST_TEXT = 200
 
 
 def parse_size(
@@ -42,7 +46,8 @@ def parse_size(
     TypeError
         The value is neither an integer nor text.
     ValueError
-        The text is not a size, or the size is negative, zero or more than 100%.
+        The text is not a size, or the size is negative, zero, more than 100% or more than
+        2**63 - 1 bytes.
 
     Examples
     --------
@@ -53,25 +58,53 @@ def parse_size(
     """
     possible = _POSSIBLE if total_bytes is None else f'{_POSSIBLE}, "50%"'
     if isinstance(value, bool) or not isinstance(value, str | SupportsIndex):
-        kind = type(value).__name__
-        raise TypeError(f"{name} is {value!r}, a {kind}; possible are {possible}")
-    size = _parse_text(value, name, total_bytes) if isinstance(value, str) else None
-    if size is None:
-        assert not isinstance(value, str)
+        raise TypeError(f"{name} is {value!r}, {kind_of(value)}; possible are {possible}")
+    if isinstance(value, str):
+        size = _parse_text(value, name, total_bytes)
+    else:
         size = operator.index(value)
     least = 0 if zero_allowed else 1
     if size < least:
         raise ValueError(
-            f"{name} is {value!r}; it must be at least {least} byte; use {possible}"
+            f"{name} is {_shown(value)}; it must be at least {format_size(least)}; use "
+            f"{possible}"
+        )
+    if size > LARGEST_BYTES:
+        raise ValueError(
+            f"{name} is {_shown(value)}, more than the 2**63 - 1 bytes that can be addressed; "
+            f"use {possible}"
         )
     return size
 
 
+def check_size(value: Size, *, name: str, zero_allowed: bool = False) -> None:
+    """Raise what :func:`parse_size` raises for what is no size, whatever the total is."""
+    parse_size(value, name=name, total_bytes=LARGEST_BYTES, zero_allowed=zero_allowed)
+
+
+def kind_of(value: object) -> str:
+    """Return the type of a value with its article, as in "an int", "a float"."""
+    kind = type(value).__name__
+    return f"{'an' if kind[:1].lower() in ('a', 'e', 'i', 'o') else 'a'} {kind}"
+
+
+def _shown(value: Size) -> str:
+    if isinstance(value, str):
+        return repr(value if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]}...")
+    size = operator.index(value)
+    return (
+        str(size) if size.bit_length() <= _LONGEST_TEXT else hex(size)[:_LONGEST_TEXT] + "..."
+    )
+
+
 def _parse_text(text: str, name: str, total_bytes: int | None) -> int:
-    match = _PATTERN.fullmatch("".join(text.split()))
+    compact = "".join(text.split())
+    match = _PATTERN.fullmatch(compact) if len(compact) <= _LONGEST_TEXT else None
     possible = _POSSIBLE if total_bytes is None else f'{_POSSIBLE}, "50%"'
     if match is None or (match["unit"] != "%" and match["unit"].upper() not in _UNITS):
-        raise ValueError(f"{name} is {text!r}, which is not a size; possible are {possible}")
+        raise ValueError(
+            f"{name} is {_shown(text)}, which is not a size; possible are {possible}"
+        )
     whole, _, fraction = match["number"].partition(".")
     # Exact arithmetic: a float would round sizes of petabytes, and rounds 0.1 GiB the wrong
     # way.
@@ -86,13 +119,8 @@ def _parse_text(text: str, name: str, total_bytes: int | None) -> int:
             f"possible are {possible}"
         )
     if digits > 100 * scale:
-        raise ValueError(f"{name} is {text!r}; at most 100% ({format_size(total_bytes)}) exist")
+        raise ValueError(f"{name} is {text!r}; a percentage may be at most 100%")
     return sign * (total_bytes * digits // (100 * scale))
-
-
-def is_percentage(value: Size) -> bool:
-    """Return whether a size can be resolved only once the total is known."""
-    return isinstance(value, str) and value.strip().endswith("%")
 
 
 def format_size(size_bytes: int | None) -> str:
@@ -102,6 +130,8 @@ def format_size(size_bytes: int | None) -> str:
     size = float(size_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size_bytes} bytes" if unit == "bytes" else f"{size:.2f} {unit}"
+            if unit == "bytes":
+                return "1 byte" if size_bytes == 1 else f"{size_bytes} bytes"
+            return f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"

@@ -234,6 +234,65 @@ def test_budget_below_what_is_held_raises_when_the_host_has_no_room():
     del kept
 
 
+@pytest.mark.usefixtures("device")
+def test_host_budget_below_what_host_frames_hold_names_the_host_figures():
+    kept = [torch.full((MIB,), float(i)) for i in range(8)]
+    with torchpager.auto_offload(), torchpager.budget("8 MiB"):
+        assert [t.sum().item() for t in kept] == [i * MIB for i in range(8)]
+        before, held = _core.get_budget(_core.SIM_SLOT), torchpager.stats().host.current
+        assert held >= 24 * MIB
+        for context in (
+            torchpager.budget("8 MiB", host="1 MiB"),
+            torchpager.auto_offload(host="1 MiB"),
+        ):
+            with pytest.raises(
+                torch.OutOfMemoryError,
+                match=r"^CUDA out of memory\. A host budget of 1\.00 MiB .* host frames hold "
+                r"[23]\d\.\d\d MiB.*Nothing was changed",
+            ) as caught:
+                context.start()
+            assert "A budget of" not in str(caught.value)
+            assert not context.active
+            assert _core.get_budget(_core.SIM_SLOT) == before
+        assert [t[9].item() for t in kept] == [float(i) for i in range(8)]
+    del kept
+
+
+@pytest.mark.parametrize("size", [1 << 63, 1 << 64, -(1 << 64), "9999999 PiB"])
+def test_size_beyond_any_machine_raises_value_error_wherever_one_is_given(size, monkeypatch):
+    for make in (
+        torchpager.budget,
+        torchpager.simulate,
+        lambda size: torchpager.budget("8 GiB", host=size),
+        lambda size: torchpager.auto_offload(host=size),
+        lambda size: torchpager.simulate("8 MiB", granularity=size),
+        lambda size: torchpager.simulate("8 MiB", large_min=size),
+    ):
+        with pytest.raises(ValueError, match=r"is .*8 GiB"):
+            make(size)
+    monkeypatch.setenv("TORCHPAGER_BUDGET", str(size))
+    monkeypatch.setenv("TORCHPAGER_HOST_BUDGET", str(size))
+    for make in (torchpager.budget, torchpager.auto_offload):
+        with pytest.raises(ValueError, match=r"budget is .*8 GiB"):
+            make()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("size", [(1 << 63) - 1, "8191 PiB"])
+def test_largest_size_is_larger_than_the_device(size):
+    with pytest.raises(ValueError, match="larger than the simulated device"):
+        torchpager.budget(size).start()
+    with torchpager.budget("8 MiB", host=size):
+        assert _core.get_budget(_core.SIM_SLOT)[1] < 1 << 50
+
+
+def test_percentage_beyond_100_names_no_size():
+    with pytest.raises(ValueError, match=r"^budget is '101%'; .*at most 100%$"):
+        torchpager.budget("101%")
+    with pytest.raises(ValueError, match=r"^host budget is '101%'; .*at most 100%$"):
+        torchpager.auto_offload(host="101%")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_pluggable_allocator_without_a_device_can_be_made_but_gives_no_device():
     if torch.version.cuda is None:

@@ -274,6 +274,7 @@ def test_operator_runs_when_its_operands_do_not_fit():
         ({"device_bytes": "1 MiB"}, "less than one granule"),
         ({"device_bytes": "1 GiB", "granularity": "3 MiB"}, "powers of two"),
         ({"device_bytes": "1 GiB", "granularity": 512}, "powers of two"),
+        ({"device_bytes": 1 << 62, "granularity": 1 << 61}, r"powers of two .*1\.00 TiB"),
         ({"device_bytes": "1 GiB", "large_min": 0}, "large_min is 0"),
         ({"device_bytes": "1 GiB", "seed": -1}, "seed is -1"),
         ({"device_bytes": "1 GiB", "seed": 1 << 64}, "seed"),
@@ -294,7 +295,7 @@ def test_bad_option_raises_value_error(options, words):
     ],
 )
 def test_option_of_the_wrong_type_raises_type_error(options):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"a float|a str|True and False"):
         torchpager.simulate(**options)
 
 

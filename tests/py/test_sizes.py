@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpager.sizes import format_size, is_percentage, parse_size
+from torchpager.sizes import check_size, format_size, kind_of, parse_size
 
 UNITS = {"B": 1} | {
     prefix + infix + "B": base**power
@@ -40,7 +40,6 @@ def test_size_is_bytes_for_every_way_of_writing_it(text, expected):
 @pytest.mark.parametrize(("text", "expected"), [("50%", 500), ("100 %", 1000), ("12.55%", 125)])
 def test_percentage_is_of_the_total_when_one_is_known(text, expected):
     assert parse_size(text, name="budget", total_bytes=1000) == expected
-    assert is_percentage(text)
 
 
 def test_percentage_is_refused_when_no_total_is_known():
@@ -78,6 +77,56 @@ def test_value_error_says_what_was_asked_and_what_is_possible(text):
     assert "8 GiB" in str(caught.value) or "100%" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: 1 << 63,
+        lambda: 1 << 64,
+        lambda: 1 << 20000,
+        lambda: -(1 << 64),
+        lambda: -(1 << 20000),
+        lambda: "8192 PiB",
+        lambda: "9" * 5000,
+        lambda: "9" * 50,
+    ],
+)
+def test_value_error_for_what_no_machine_can_address(make):
+    with pytest.raises(ValueError, match=r"^budget is .*8 GiB") as caught:
+        parse_size(make(), name="budget")
+    assert len(str(caught.value)) < 500
+    assert parse_size((1 << 63) - 1, name="budget") == (1 << 63) - 1
+
+
+def test_percentage_beyond_100_names_no_total():
+    with pytest.raises(ValueError, match=r"^budget is '101%'; .*at most 100%$"):
+        check_size("101%", name="budget")
+
+
+@pytest.mark.parametrize("size", ["50%", "100%", "8 GiB", 5])
+def test_check_passes_what_may_be_a_size_once_the_total_is_known(size):
+    check_size(size, name="budget")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (1, "an int"),
+        (1.5, "a float"),
+        ((), "a tuple"),
+        (Exception(), "an Exception"),
+        ("", "a str"),
+    ],
+)
+def test_kind_has_the_right_article(value, words):
+    assert kind_of(value) == words
+
+
+@pytest.mark.parametrize(("zero_allowed", "words"), [(True, "0 bytes"), (False, "1 byte;")])
+def test_smallest_size_is_named_in_the_right_number(zero_allowed, words):
+    with pytest.raises(ValueError, match=f"at least {words}"):
+        parse_size(-1, name="x", zero_allowed=zero_allowed)
+
+
 @pytest.mark.parametrize("value", [None, True, 8.5, b"8 GiB", ["8 GiB"], {}])
 def test_type_error_for_what_is_neither_integer_nor_text(value):
     with pytest.raises(TypeError, match=r"budget is .*possible are"):
@@ -102,7 +151,11 @@ def test_parsing_is_exact_for_any_number_and_unit(whole, fraction, unit, upper, 
     number = f"{whole}.{fraction}" if fraction else str(whole)
     text = f"{blanks}{number}{blanks}{unit.upper() if upper else unit.lower()}{blanks}"
     expected = int(Fraction(number) * UNITS[unit])
-    assert parse_size(text, name="x", zero_allowed=True) == expected
+    if expected < 1 << 63:
+        assert parse_size(text, name="x", zero_allowed=True) == expected
+    else:
+        with pytest.raises(ValueError, match=r"^x is .*2\*\*63"):
+            parse_size(text, name="x", zero_allowed=True)
 
 
 @given(st.integers(1, 1 << 62))
@@ -118,7 +171,14 @@ def test_any_text_is_a_size_or_a_value_error(text):
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(None, "no limit"), (5, "5 bytes"), (3 << 19, "1.50 MiB"), (1 << 41, "2.00 TiB")],
+    [
+        (None, "no limit"),
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (5, "5 bytes"),
+        (3 << 19, "1.50 MiB"),
+        (1 << 41, "2.00 TiB"),
+    ],
 )
 def test_format_is_readable_for_any_magnitude(size, text):
     assert format_size(size) == text
