@@ -70,7 +70,7 @@ SMALL = Workload(
         autocast=True,
     ),
     warm_steps=3,
-    timed_steps=20,
+    timed_steps=40,
 )
 
 
