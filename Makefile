@@ -13,7 +13,7 @@ BENCH_ARGS ?=
 
 CLANG_FORMAT_VERSION = 20.1.8
 BUILD_TOOLS = "setuptools>=68" wheel numpy nvidia-ml-py
-TEST_TOOLS = pytest pytest-timeout hypothesis coverage rich matplotlib
+TEST_TOOLS = pytest pytest-timeout hypothesis coverage rich matplotlib accelerate lightning
 LINT_TOOLS = ruff mypy clang-format==$(CLANG_FORMAT_VERSION)
 
 PY = $(VENV)/bin/python
@@ -51,14 +51,16 @@ test: test-c test-py ## the C tests and the Python tests; needs no GPU
 test-c: ## the C tests on the simulated device
 	$(MAKE) -C tests/c test
 
-test-py: build ## the Python tests
-	$(PY) -m pytest tests/py $(PYTEST_ARGS)
+test-py: build ## the Python tests, and the named scenarios on the simulated device
+	$(PY) -m pytest tests/py tests/scenarios $(PYTEST_ARGS)
 
-test-gpu: ## on a GPU machine, with its own python and torch: C contract on CUDA, then tests/gpu
+test-gpu: ## on a GPU machine, with its own python and torch: C contract on CUDA, tests/gpu, scenarios
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	timeout 180 $(MAKE) -C tests/c test TESTS='test_device_contract test_cuda_api' ARGS='*cuda*'
 	$(IN_PLACE) timeout --signal=INT --kill-after=30 480 \
 	    $(PYTHON) -X faulthandler -m pytest -x tests/gpu $(PYTEST_ARGS)
+	$(IN_PLACE) timeout --signal=INT --kill-after=30 240 \
+	    $(PYTHON) -X faulthandler -m pytest -x tests/scenarios -m gpu $(PYTEST_ARGS)
 
 bench: ## overhead without pressure; on a GPU also the 16-layer GPT. Prints ratios
 	$(IN_PLACE) timeout 470 $(if $(wildcard $(PY)),$(PY),$(PYTHON)) benchmarks/overhead.py $(BENCH_ARGS)
@@ -89,7 +91,7 @@ types: $(STAMP) ## mypy --strict
 	$(VENV)/bin/mypy
 
 cover: build ## line coverage of the Python package
-	$(PY) -m coverage run --source=python/torchpager -m pytest -q tests/py $(PYTEST_ARGS)
+	$(PY) -m coverage run --source=python/torchpager -m pytest -q tests/py tests/scenarios $(PYTEST_ARGS)
 	$(PY) -m coverage report --skip-covered
 
 docs: $(STAMP) ## links and code blocks of the Markdown files
