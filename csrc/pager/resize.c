@@ -229,6 +229,7 @@ void tp_resize_flush(tp_pager *pager) {
     if (pager->capture_depth == 0) (void)tp_block_free_deferred(pager);
     retire_cached(pager);
     (void)tp_reclaim_release(pager, &pager->device_frames, SIZE_MAX);
+    (void)tp_reclaim_release(pager, &pager->host_frames, SIZE_MAX);
     tp_ticket_give(pager);
 }
 

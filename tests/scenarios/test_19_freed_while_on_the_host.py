@@ -10,7 +10,6 @@ Right: no driver error, A's bytes are back, B is bit-identical.
 import gc
 import time
 
-import pytest
 import torch
 from places import Place
 
@@ -50,7 +49,6 @@ def test_freed_tensors_host_bytes_serve_again_and_the_other_is_whole(place: Plac
         del second, third
 
 
-@pytest.mark.xfail(strict=True, reason="empty_cache() keeps free host frames")
 def test_empty_cache_gives_a_freed_tensors_host_bytes_back(place: Place) -> None:
     size = 6 * place.granule
     with place.paging(4 * size) as paging:
