@@ -15,6 +15,7 @@
 #include "pager/extent.h"
 #include "pager/pager.h"
 #include "pager/reclaim.h"
+#include "pager/region.h"
 #include "pager/resize.h"
 #include "pager/small.h"
 
@@ -31,8 +32,10 @@ static tp_pager *enter(tp_core *core) {
     return &core->pager;
 }
 
-/* Every public call ends here: a debug build checks everything. */
+/* Every public call ends here: the thread's regions close the gate again, and a debug build checks
+ * everything. */
 static void leave(tp_pager *pager) {
+    tp_regions_go(pager);
 #if TP_DEBUG > 1
     if (pager->failed == TP_OK) TP_ASSERT(tp_pager_check(pager, NULL) == TP_OK);
 #endif
@@ -257,7 +260,10 @@ void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t cou
                  tp_stream stream) {
     op->core = core;
     tp_pager *pager = enter(core);
-    if (pager->page_out_before_op && count > 0) (void)tp_resize_evict_all(pager);
+    if (pager->page_out_before_op && count > 0) {
+        tp_regions_stand(pager);
+        (void)tp_resize_evict_all(pager);
+    }
     tp_access_begin(pager, op, accesses, count, stream);
     leave(pager);
 }
@@ -302,21 +308,36 @@ void tp_mark_seen(tp_core *core, tp_addr addr) {
     leave(pager);
 }
 
-void tp_region_begin(tp_core *core) {
+void tp_region_begin(tp_core *core, tp_region *region, const tp_access *accesses, size_t count,
+                     tp_stream stream) {
     tp_pager *pager = enter(core);
-    pager->region_depth++;
-    /* A remap that began before the region opened is over before its kernels are launched. */
-    tp_access_await_remaps(pager);
+    region->core = pager->abandoned ? NULL : core;
+    if (region->core != NULL) tp_regions_begin(pager, region, accesses, count, stream);
     leave(pager);
 }
 
-void tp_region_end(tp_core *core) {
+void tp_region_end(tp_region *region) {
+    if (region->core == NULL) return;
+    tp_pager *pager = enter(region->core);
+    tp_regions_end(pager, region);
+    region->core = NULL;
+    leave(pager);
+}
+
+void tp_region_fini(tp_region *region) {
+    free(region->notes);
+    memset(region, 0, sizeof *region);
+}
+
+void tp_region_lift(tp_core *core) {
     tp_pager *pager = enter(core);
-    TP_REQUIRE(pager->region_depth > 0);
-    pager->region_depth--;
-    tp_pager_mark_region_end(pager);
-    tp_pager_wake(pager);
-    tp_cond_broadcast(&pager->changed);
+    tp_regions_lift(pager);
+    leave(pager);
+}
+
+void tp_region_unlift(tp_core *core) {
+    tp_pager *pager = enter(core);
+    tp_regions_unlift(pager);
     leave(pager);
 }
 
@@ -366,6 +387,7 @@ void tp_export(tp_core *core, tp_addr addr) {
 
 tp_status tp_evict(tp_core *core, tp_addr addr, tp_error *error) {
     tp_pager *pager = enter(core);
+    tp_regions_stand(pager);
     const tp_status status = tp_resize_evict(pager, addr, error);
     leave_arming(core);
     return status;
@@ -373,6 +395,7 @@ tp_status tp_evict(tp_core *core, tp_addr addr, tp_error *error) {
 
 size_t tp_evict_all(tp_core *core) {
     tp_pager *pager = enter(core);
+    tp_regions_stand(pager);
     const size_t bytes = tp_resize_evict_all(pager);
     leave_arming(core);
     return bytes;
@@ -394,6 +417,7 @@ void tp_core_stats(tp_core *core, tp_stats *out) {
     out->armed = pager->armed;
     out->offload = pager->offload;
     out->failed = pager->failed != TP_OK;
+    out->regions_closed = pager->region_depth;
     leave(pager);
 }
 
@@ -418,6 +442,7 @@ void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
             *tallies[i] = (tp_tally){0};
         stats->alloc_count = stats->free_count = stats->cache_hits = 0;
         stats->born_in_host = stats->ooms = 0;
+        stats->region_count = stats->region_waits = 0;
     }
     leave(pager);
 }

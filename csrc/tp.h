@@ -110,9 +110,21 @@ TP_API TP_MUST_USE tp_status tp_touch(tp_core *core, tp_addr addr, bool write, t
 /* Marks a block as seen: it is a tensor, in use just now. */
 TP_API void tp_mark_seen(tp_core *core, tp_addr addr);
 
-/* Opaque region: while one is open on any thread no live block's mapping changes. Nestable. */
-TP_API void tp_region_begin(tp_core *core);
-TP_API void tp_region_end(tp_core *core);
+/* Code begins on this thread whose kernels we cannot see: until it ends no live block's mapping
+ * changes, except while this thread stands in a function of ours and no region of another thread is
+ * open. What it is known to use (`accesses`, as in tp_op_begin) is brought in, but may be evicted in
+ * such a moment: then it is used in HOST. Together with what is allocated inside it counts as written.
+ * Nestable. May wait. */
+TP_API void tp_region_begin(tp_core *core, tp_region *region, const tp_access *accesses,
+                            size_t count, tp_stream stream);
+/* Its kernels have been launched. On any thread; regions need not end in order. Never waits. */
+TP_API void tp_region_end(tp_region *region);
+/* Frees what the struct itself owns. */
+TP_API void tp_region_fini(tp_region *region);
+/* Between these, everything that this thread launches is announced (as operators or regions of its
+ * own): the regions open on it leave the gate open. In pairs, on one thread. unlift may wait. */
+TP_API void tp_region_lift(tp_core *core);
+TP_API void tp_region_unlift(tp_core *core);
 /* A stream capture begins or ends somewhere in the process. */
 TP_API void tp_capture_begin(tp_core *core);
 TP_API void tp_capture_end(tp_core *core);

@@ -8,6 +8,7 @@
 #include "pager/fill.h"
 #include "pager/readahead.h"
 #include "pager/reclaim.h"
+#include "pager/region.h"
 #include "pager/transfer.h"
 
 enum {
@@ -314,6 +315,7 @@ void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size
     pin_all(pager, op, accesses, count, true);
     const operands seen = look(op);
     if (seen.busy || seen.missing) {
+        tp_regions_stand(pager); /* before its fills begin, which it would call off */
         count_misses(pager, op);
         /* All pins at once or none: who has to wait for others' mapping changes or for the ticket
          * holds no pin meanwhile. */

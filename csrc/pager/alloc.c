@@ -7,6 +7,7 @@
 #include "pager/extent.h"
 #include "pager/fill.h"
 #include "pager/reclaim.h"
+#include "pager/region.h"
 #include "pager/transfer.h"
 
 static tp_link *size_bin(tp_pager *pager, size_t bytes) {
@@ -290,6 +291,7 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     block->life = TP_BLOCK_LIVE;
     tp_list_push_back(&pager->live, &block->lru);
     tp_block_count(pager, block, true);
+    tp_regions_note(pager, block);
     pager->stats.alloc_count++;
 }
 

@@ -9,6 +9,7 @@
 #include "pager/evict.h"
 #include "pager/extent.h"
 #include "pager/reclaim.h"
+#include "pager/region.h"
 
 enum {
     POLL_NS = 20000,        /* between two looks at work in flight */
@@ -47,6 +48,11 @@ void tp_pager_fail(tp_pager *pager, tp_status status) {
 }
 
 void tp_pager_wait(tp_pager *pager, uint64_t timeout_ns) {
+    tp_regions_stand(pager);
+    tp_pager_wait_closed(pager, timeout_ns);
+}
+
+void tp_pager_wait_closed(tp_pager *pager, uint64_t timeout_ns) {
     const tp_hooks hooks = pager->hooks;
     void *token = NULL;
     if (hooks.wait_begin != NULL) {
@@ -138,6 +144,7 @@ static void init_lists(tp_pager *pager) {
     tp_list_init(&pager->deferred);
     tp_list_init(&pager->inflight);
     tp_list_init(&pager->ahead_blocks);
+    tp_list_init(&pager->regions);
 }
 
 static tp_status init_memory(tp_pager *pager, const tp_config *config, tp_error *error) {

@@ -9,6 +9,7 @@
  *   alloc     blocks: born, freed, cached, retired
  *   fill      starting a fill; readahead: filling ahead of need
  *   access    operators: pins, misses, dirtiness, last-use markers
+ *   region    opaque regions and the gate
  *   resize    budgets moved while running
  *   pager     the thread: write-backs, evictions, fills, retirements
  * None of it decides policy but victim and memory/budget.
@@ -73,8 +74,11 @@ typedef struct tp_pager {
     size_t large_min_bytes;
     bool offload, strict, host_kernels, page_out_before_op;
     uint32_t rules_off;
-    uint32_t region_depth, capture_depth;
-    tp_marker region_end; /* context-wide, recorded when the last region closed */
+    tp_link regions;         /* open opaque regions of all threads */
+    uint32_t region_depth;   /* of those, the ones that close the gate */
+    uint32_t standing_count; /* the ones whose thread stands in a function of ours */
+    uint32_t capture_depth;
+    tp_marker region_end; /* context-wide, recorded when the gate was last opened */
     bool
         region_unmarked; /* it is still to be recorded, by the thread; till then the gate is closed */
     bool watching, armed; /* TP_ARM_SAMPLE, TP_ARM_FULL are due */
@@ -129,8 +133,11 @@ void tp_pager_fork_child(tp_pager *pager);
 /* Wakes the pager's thread. */
 void tp_pager_wake(tp_pager *pager);
 /* Waits for `changed`, at most timeout_ns (not 0); wait_begin and wait_end run around it with the
- * lock dropped. Drops the lock. */
+ * lock dropped. Drops the lock. While it waits, and until the function of tp.h that it is in returns,
+ * this thread's opaque regions leave the gate open. */
 void tp_pager_wait(tp_pager *pager, uint64_t timeout_ns);
+/* The same, but they keep it closed. */
+void tp_pager_wait_closed(tp_pager *pager, uint64_t timeout_ns);
 /* True while an opaque region is open, or kernels may be launched that nobody tells of. */
 bool tp_pager_gate_closed(const tp_pager *pager);
 /* The gate is closed and will soon open by itself. */

@@ -2,6 +2,7 @@
 
 #include "base/check.h"
 #include "pager/extent.h"
+#include "pager/region.h"
 
 enum { COPIES_MAX = 2 }; /* in each direction: one runs, one is ready behind it */
 
@@ -38,6 +39,8 @@ static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
                 : tp_marker_stream_wait(&pager->markers, stream, extent->decided, error);
         if (status != TP_OK) return status;
     }
+    const tp_status settled = tp_regions_order(pager, stream, error);
+    if (settled != TP_OK) return settled;
     const tp_addr host = extent->host->window, device = extent->device->window;
     tp_status status =
         dev->ops->copy(dev, dir, dir == TP_COPY_TO_HOST ? host : device,

@@ -2,6 +2,7 @@
 #ifndef TP_PAGER_TYPES_H
 #define TP_PAGER_TYPES_H
 
+#include "base/list.h"
 #include "base/stats.h"
 #include "base/status.h"
 #include "device/device.h"
@@ -80,7 +81,11 @@ typedef enum tp_rule {
         1 << 7, /* an address maps a filled frame only after the copy is done */
     TP_RULE_WRITTEN_MEANWHILE = 1
                                 << 8, /* a write during a write-back leaves the extent DIRTY */
-    TP_RULE_BUSY_FRAME = 1 << 9       /* a frame with a copy in flight serves nobody else */
+    TP_RULE_BUSY_FRAME = 1 << 9,      /* a frame with a copy in flight serves nobody else */
+    TP_RULE_REGION_WAIT = 1 << 12, /* the gate opens in the waits of a region's own thread only
+                                         behind a marker of what it has launched so far */
+    TP_RULE_REGION_WRITES = 1 << 13, /* what a region is known to use counts as written */
+    TP_RULE_REGION_ORDER = 1 << 14 /* copies wait, on the device, for the kernels of regions */
 } tp_rule;
 
 typedef struct tp_oom {
@@ -126,6 +131,18 @@ typedef struct tp_op {
     tp_stream stream;
 } tp_op;
 
+/* An opaque region: code on one thread whose kernels we cannot see. Zero-initialise; the fields are
+ * the core's. */
+typedef struct tp_region {
+    tp_core *core;
+    tp_link link; /* in the pager's list while open */
+    uint64_t thread;
+    uint32_t lift_count; /* calls of tp_region_lift in force since it began */
+    bool standing; /* its thread stands in a function of ours, and the gate is open for it */
+    struct tp_region_note *notes; /* the blocks it is known to use */
+    uint32_t note_count, note_capacity;
+} tp_region;
+
 typedef struct tp_stats {
     tp_gauge allocated; /* bytes requested by live blocks */
     tp_gauge active;    /* their sizes, rounded */
@@ -145,6 +162,10 @@ typedef struct tp_stats {
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;
     uint64_t block_count, live_peak_count;
+    uint64_t regions_open,
+        regions_closed;    /* opaque regions now, and those that close the gate */
+    uint64_t region_count; /* begun */
+    uint64_t region_waits; /* times the gate opened for a wait inside one */
     size_t device_budget, host_budget, foreign_cap;
     bool armed, offload, failed;
 } tp_stats;

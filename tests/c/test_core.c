@@ -316,6 +316,143 @@ TEST(forked_child_has_copies_and_leaves_everything_as_it_is) {
     expect_fork_is_harmless(true);
 }
 
+/* ---- opaque regions ---- */
+
+static void region_begin(world *w, tp_region *region, int input) {
+    const tp_access access = {input >= 0 ? w->tensors[input].addr : 0, true};
+    tp_region_begin(w->core, region, &access, input >= 0 ? 1 : 0, w->streams[0]);
+}
+
+static void region_end(tp_region *region) {
+    tp_region_end(region);
+    tp_region_fini(region);
+}
+
+TEST(wait_inside_a_region_opens_the_gate_for_its_own_thread) {
+    world w;
+    const world_options options = usual(20);
+    world_open(&w, &options);
+    for (unsigned i = 0; i < 8; i++) MUST(world_alloc(&w, i, 60 * TP_KIB, 0));
+    tp_region outer = {0}, inner = {0};
+    region_begin(&w, &outer, 0);
+    region_begin(&w, &inner, -1);
+    EXPECT_EQ(stats_of(&w).regions_open, 2);
+    const uint64_t evicted = stats_of(&w).evictions.count;
+    /* Twice the budget in all, inside the region: it pages, and comes back. */
+    for (unsigned i = 8; i < 16; i++) MUST(world_alloc(&w, i, 60 * TP_KIB, 0));
+    EXPECT(stats_of(&w).evictions.count > evicted);
+    EXPECT(stats_of(&w).region_waits >= 2);
+    EXPECT_EQ(stats_of(&w).born_in_host, 0);
+    const int reads[] = {0, 9};
+    world_op(&w, 0, reads, 2, 3);
+    EXPECT_EQ(info_of(&w, 0).host_bytes, 0);
+    region_end(&inner);
+    region_end(&outer);
+    EXPECT_EQ(stats_of(&w).regions_open, 0);
+    EXPECT_EQ(stats_of(&w).region_count, 2);
+    EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
+/* A thread of its own with a region open while `main` does something. */
+typedef struct other_region {
+    world *w;
+    tp_region region;
+    pthread_t thread;
+    pthread_barrier_t step;
+} other_region;
+
+static void *hold_region(void *arg) {
+    other_region *other = arg;
+    region_begin(other->w, &other->region, -1);
+    (void)pthread_barrier_wait(&other->step);
+    (void)pthread_barrier_wait(&other->step);
+    region_end(&other->region);
+    return NULL;
+}
+
+static void other_begin(other_region *other, world *w) {
+    *other = (other_region){.w = w};
+    MUST(pthread_barrier_init(&other->step, NULL, 2) == 0);
+    MUST(pthread_create(&other->thread, NULL, hold_region, other) == 0);
+    (void)pthread_barrier_wait(&other->step);
+}
+
+static void other_end(other_region *other) {
+    (void)pthread_barrier_wait(&other->step);
+    EXPECT(pthread_join(other->thread, NULL) == 0);
+    (void)pthread_barrier_destroy(&other->step);
+}
+
+TEST(region_of_another_thread_keeps_the_gate_closed) {
+    world w;
+    const world_options options = usual(21);
+    world_open(&w, &options);
+    for (unsigned i = 0; i < 8; i++) MUST(world_alloc(&w, i, 60 * TP_KIB, 0));
+    other_region other;
+    other_begin(&other, &w);
+    EXPECT_STATUS(tp_evict(w.core, w.tensors[0].addr, &test_error), TP_BUSY);
+    tp_region own = {0};
+    region_begin(&w, &own, 1);
+    EXPECT_STATUS(tp_evict(w.core, w.tensors[2].addr, &test_error), TP_BUSY);
+    MUST(world_alloc(&w, 8, 60 * TP_KIB, 0)); /* waits for a while, then is born in HOST */
+    EXPECT_EQ(stats_of(&w).evictions.count, 0);
+    EXPECT_EQ(stats_of(&w).born_in_host, 1);
+    other_end(&other);
+    EXPECT_OK(tp_evict(w.core, w.tensors[2].addr, &test_error));
+    region_end(&own);
+    EXPECT_OK(tp_evict(w.core, w.tensors[3].addr, &test_error));
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
+TEST(lifted_region_leaves_the_gate_open_but_not_for_a_new_one) {
+    world w;
+    const world_options options = usual(22);
+    world_open(&w, &options);
+    for (unsigned i = 0; i < 4; i++) MUST(world_alloc(&w, i, 40 * TP_KIB, 0));
+    tp_region outer = {0}, inner = {0};
+    region_begin(&w, &outer, -1);
+    tp_region_lift(w.core);
+    tp_region_lift(w.core);
+    region_begin(&w, &inner, -1);
+    tp_region_lift(w.core);
+    tp_region_unlift(w.core);
+    EXPECT_EQ(stats_of(&w).regions_closed, 1);
+    region_end(&inner);
+    EXPECT_EQ(stats_of(&w).regions_closed, 0);
+    tp_region_unlift(w.core);
+    EXPECT_EQ(stats_of(&w).regions_closed, 0);
+    tp_region_unlift(w.core);
+    EXPECT_EQ(stats_of(&w).regions_closed, 1);
+    region_end(&outer);
+    EXPECT_EQ(stats_of(&w).regions_closed, 0);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
+/* What is allocated in a region is no tensor by that: a library's workspace may be among it. */
+TEST(block_allocated_in_a_region_is_noted_but_not_seen) {
+    world w;
+    const world_options options = usual(23);
+    world_open(&w, &options);
+    tp_region region = {0};
+    region_begin(&w, &region, -1);
+    tp_addr addr = 0;
+    MUST_OK(tp_alloc(w.core, 40 * TP_KIB, w.streams[0], 0, &addr, NULL, &test_error));
+    for (int i = 0; i < 100; i++) { /* notes of freed blocks are forgotten */
+        tp_addr passing = 0;
+        MUST_OK(tp_alloc(w.core, 40 * TP_KIB, w.streams[0], 0, &passing, NULL, &test_error));
+        tp_free(w.core, passing);
+    }
+    EXPECT(region.note_capacity <= 16);
+    region_end(&region);
+    EXPECT_EQ(tp_evict_all(w.core), 0);
+    tp_free(w.core, addr);
+    world_close(&w);
+}
+
 /* ---- schedules ---- */
 
 static void run_schedule(const world_options *options, unsigned actions, unsigned *violations) {
@@ -421,6 +558,9 @@ static void expect_rule_needed(uint32_t rule, unsigned schedules) {
 RULE_TEST(context_markers, TP_RULE_CONTEXT_MARKER, 3000)
 RULE_TEST(pins, TP_RULE_PIN, 3000)
 RULE_TEST(gate, TP_RULE_GATE, 3000)
+RULE_TEST(region_waits, TP_RULE_REGION_WAIT, 3000)
+RULE_TEST(region_writes, TP_RULE_REGION_WRITES, 3000)
+RULE_TEST(region_order, TP_RULE_REGION_ORDER, 3000)
 RULE_TEST(old_mappings, TP_RULE_OLD_MAPPING, 3000)
 RULE_TEST(same_stream_reuse, TP_RULE_SAME_STREAM, 3000)
 RULE_TEST(write_back_order, TP_RULE_WRITE_BACK_ORDER, 3000)

@@ -293,13 +293,39 @@ void world_op(world *w, unsigned stream, const int *reads, unsigned read_count, 
 
 void world_blind_read(world *w, unsigned stream, int read, bool region) {
     world_tensor *t = &w->tensors[read];
-    if (region) tp_region_begin(w->core);
+    tp_region around = {0};
+    if (region) tp_region_begin(w->core, &around, NULL, 0, w->streams[stream]);
     order(w, t, stream);
     kernel *k = kernel_new(w);
     kernel_add(k, t, t->value, false);
     kernel_launch(w, stream, k);
     note_use(w, t, stream);
-    if (region) tp_region_end(w->core);
+    if (region) tp_region_end(&around);
+    tp_region_fini(&around);
+}
+
+void world_region(world *w, unsigned stream, int target, int made, size_t bytes) {
+    world_tensor *t = &w->tensors[target];
+    tp_region region = {0};
+    const tp_access access = {t->addr, true};
+    tp_region_begin(w->core, &region, &access, 1, w->streams[stream]);
+    order(w, t, stream);
+    kernel *first = kernel_new(w);
+    kernel_add(first, t, t->value = new_value(w), true);
+    kernel_launch(w, stream, first);
+    note_use(w, t, stream);
+    /* May wait for memory, with the gate open. */
+    const bool born = made >= 0 && world_alloc_blind(w, (unsigned)made, bytes, stream);
+    kernel *second = kernel_new(w);
+    kernel_add(second, t, t->value, false);
+    kernel_add(second, t, new_value(w), true);
+    t->value = second->operands[1].value;
+    if (born) kernel_add(second, &w->tensors[made], w->tensors[made].value, false);
+    kernel_launch(w, stream, second);
+    note_use(w, t, stream);
+    if (born) note_use(w, &w->tensors[made], stream);
+    tp_region_end(&region);
+    tp_region_fini(&region);
 }
 
 static int pick(world *w, bool live) {
@@ -345,6 +371,11 @@ void world_act(world *w) {
         const int idx = pick(w, true);
         /* In strict mode a read that nobody announced fails by design. */
         if (idx >= 0 && !w->options.strict) world_blind_read(w, stream, idx, true);
+    } else if (what < 91) {
+        const int idx = pick(w, true);
+        if (idx >= 0 && !w->options.strict) {
+            world_region(w, stream, idx, pick(w, false), random_bytes(w));
+        }
     } else if (what < 94) {
         const int idx = pick(w, true);
         /* May be refused: the block is in use, or HOST is full. */

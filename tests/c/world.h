@@ -65,6 +65,9 @@ void world_op(world *w, unsigned stream, const int *reads, unsigned read_count, 
 /* The same, but the kernels are launched by nobody we know: no pins, no marks (inside a region when
  * `region`). It only reads. */
 void world_blind_read(world *w, unsigned stream, int read, bool region);
+/* A region that is known to use `target`: it writes to it, allocates `made` (-1: nothing), which may
+ * wait for memory, and writes to it again. */
+void world_region(world *w, unsigned stream, int target, int made, size_t bytes);
 /* Work that does nothing, to be run before what comes later on the stream. */
 void world_idle(world *w, unsigned stream, int count);
 /* One random action. */
