@@ -186,14 +186,15 @@ tp_status tp_bind_open_sim(const tp_sim_options *options, const tp_config *confi
     return status;
 }
 
-/* Takes the simulated core out of its slot unless blocks of it are alive. */
+/* Takes the simulated core out of its slot unless blocks of it are alive, or an opaque region is
+ * open on it. */
 static tp_core *detach_sim(bool *alive) {
     tp_core *core = tp_core_at(TP_SLOT_SIM);
     *alive = false;
     if (core == NULL) return NULL;
     tp_stats stats;
     tp_core_stats(core, &stats);
-    *alive = stats.block_count != 0;
+    *alive = stats.block_count != 0 || stats.regions_open != 0;
     if (*alive) return NULL;
     tp_unregister(TP_SLOT_SIM);
     return core;

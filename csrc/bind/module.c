@@ -586,6 +586,10 @@ static int put_counts(PyObject *dict, const tp_stats *stats) {
     bad |= put_u64(dict, "ooms", stats->ooms);
     bad |= put_u64(dict, "block_count", stats->block_count);
     bad |= put_u64(dict, "live_peak_count", stats->live_peak_count);
+    bad |= put_u64(dict, "regions_open", stats->regions_open);
+    bad |= put_u64(dict, "regions_closed", stats->regions_closed);
+    bad |= put_u64(dict, "region_count", stats->region_count);
+    bad |= put_u64(dict, "region_waits", stats->region_waits);
     bad |= put(dict, "device_budget", limit_to_py(stats->device_budget));
     bad |= put(dict, "host_budget", limit_to_py(stats->host_budget));
     bad |= put(dict, "foreign_cap", limit_to_py(stats->foreign_cap));

@@ -12,6 +12,7 @@
 
 #include <pthread.h>
 
+#include "bind/torch_announced.h"
 #include "bind/torch_hook.h"
 
 namespace torchpager {
@@ -223,7 +224,12 @@ PyObject *cpu_hook_forced(PyObject *, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
+PyObject *cpu_hook_watches(PyObject *, PyObject *) { return PyBool_FromLong(hook_watches()); }
+
 PyMethodDef methods[] = {
+    {"announced", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(announced_new)),
+     METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"hook_watches", cpu_hook_watches, METH_NOARGS, nullptr},
     {"install", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(cpu_install)),
      METH_VARARGS | METH_KEYWORDS, nullptr},
     {"uninstall", cpu_uninstall, METH_NOARGS, nullptr},
@@ -237,6 +243,7 @@ PyMethodDef methods[] = {
 
 int module_exec(PyObject *module) {
     if (!check_torch_version("torchpager._torch_cpu")) return -1;
+    if (!announced_ready()) return -1;
     hook_connect();
     return PyModule_AddStringConstant(module, "TORCH_VERSION", TP_TORCH_VERSION);
 }

@@ -128,9 +128,46 @@ template <size_t N> bool listed(const char *const (&list)[N], const char *name) 
     return false;
 }
 
+/* "AddmmBackward0": a node that PyTorch generated. The nodes of Python functions end in
+ * "Backward", those of C++ functions are named after their class. */
+bool is_generated_node(const char *name) {
+    const char *end = name + std::strlen(name);
+    const char *digits = end;
+    while (digits > name && digits[-1] >= '0' && digits[-1] <= '9') digits--;
+    const size_t length = std::strlen("Backward");
+    return digits != end && static_cast<size_t>(digits - name) >= length &&
+           std::strncmp(digits - length, "Backward", length) == 0;
+}
+
 bool starts_with(const char *text, const char *start) {
     return std::strncmp(text, start, std::strlen(start)) == 0;
 }
+
+/* Custom functions of PyTorch itself that launch nothing by themselves: what they run, they run
+ * through operators. And, in C++, nodes of that kind. */
+const char *const kLaunchesNothing[] = {"CheckpointFunction",
+                                        "BackwardHookFunction",
+                                        "_DDPSink",
+                                        "RegisterPreBackwardFunction",
+                                        "RegisterPostBackwardFunction",
+                                        "_ToTorchTensor",
+                                        "_FromTorchTensor",
+                                        "ViewBufferFromNested",
+                                        "ViewNestedFromBuffer",
+                                        "torch::autograd::AccumulateGrad",
+                                        "torch::autograd::GraphRoot",
+                                        "torch::autograd::CopySlices",
+                                        "torch::autograd::CopyBackwards",
+                                        "torch::autograd::Error",
+                                        "torch::autograd::DelayedError",
+                                        "torch::autograd::NotImplemented",
+                                        "torch::autograd::UndefinedGrad",
+                                        "torch::autograd::UndefinedGradBackward",
+                                        "torch::autograd::Identity"};
+
+/* Compiled graphs: what is in them announces its operands itself, or reads them wherever they
+ * are, and writes to none but through operators. */
+const char *const kCompiled[] = {"CompiledFunction", "Torch-Compiled Region"};
 
 /* ---- what an operator does to its arguments ---------------------------------------------- */
 
@@ -279,20 +316,31 @@ struct Frame {
     alignas(8) unsigned char context[64]; /* room for the FrameContext handed to PyTorch */
 };
 
+/* One region of one core, in a list of those that began together. */
+struct Region {
+    tp_region region{};
+    Region *next = nullptr;
+};
+
 struct Operand {
     tp_core *core;
     int slot;
     tp_access access;
 };
 
+/* What the start callback hands to PyTorch. */
+struct HookContext : public at::ObserverContext {
+    explicit HookContext(Frame *frame) : frame_(frame) {}
+    Frame *frame_; /* null: a region */
+};
+
 /* Ends the frame if the end callback did not. */
-struct FrameContext final : public at::ObserverContext {
-    explicit FrameContext(Frame *frame) : frame_(frame) {}
+struct FrameContext final : public HookContext {
+    explicit FrameContext(Frame *frame) : HookContext(frame) {}
     ~FrameContext() override;
     static void *operator new(size_t, Frame *frame) { return frame->context; }
     static void operator delete(void *, Frame *) {}
     static void operator delete(void *) {}
-    Frame *frame_;
 };
 static_assert(sizeof(FrameContext) <= sizeof(Frame::context));
 
@@ -301,12 +349,14 @@ class Thread {
     Thread();
     ~Thread();
 
-    /* Null: not an operator, or one with nothing to do. */
-    const OperatorUse *use_of(const at::RecordFunction &fn);
+    /* Null: not an operator (then *nameless is set), or one with nothing to do. */
+    const OperatorUse *use_of(const at::RecordFunction &fn, bool *nameless);
     Frame *push();
     void pop(Frame *frame);
     Frame *top();
     void recycle(Frame *frame);
+    Region *take_region();
+    void recycle(Region *region);
 
     std::atomic<uint64_t> call_count{0};
     uint64_t known_since = 0;        /* full_since, when an operator began here last */
@@ -321,7 +371,8 @@ class Thread {
         const OperatorUse *use = nullptr;
     };
 
-    const OperatorUse *look_up(const at::RecordFunction &fn, const OperatorKey &key);
+    const OperatorUse *look_up(const at::RecordFunction &fn, const OperatorKey &key,
+                               bool *nameless);
 
     /* Where the operator is looked for first; what is there lies in uses_. */
     std::array<KnownUse, 1024> known_{};
@@ -329,6 +380,7 @@ class Thread {
     uint64_t uses_version_ = 0;
     Frame *top_ = nullptr;
     Frame *pool_ = nullptr;
+    Region *region_pool_ = nullptr;
 };
 
 std::mutex threads_mutex;
@@ -367,6 +419,12 @@ Thread::~Thread() {
         pool_ = frame->outer;
         free_pin_arrays(frame->first);
         delete frame;
+    }
+    while (region_pool_ != nullptr) {
+        Region *region = region_pool_;
+        region_pool_ = region->next;
+        tp_region_fini(&region->region);
+        delete region;
     }
 }
 
@@ -426,7 +484,19 @@ void Thread::recycle(Frame *frame) {
     pool_ = frame;
 }
 
-const OperatorUse *Thread::use_of(const at::RecordFunction &fn) {
+Region *Thread::take_region() {
+    Region *region = region_pool_;
+    if (region == nullptr) return new Region;
+    region_pool_ = region->next;
+    return region;
+}
+
+void Thread::recycle(Region *region) {
+    region->next = region_pool_;
+    region_pool_ = region;
+}
+
+const OperatorUse *Thread::use_of(const at::RecordFunction &fn, bool *nameless) {
     const uint64_t version = operator_set_version.load(std::memory_order_acquire);
     if (C10_UNLIKELY(version != uses_version_)) {
         known_.fill({});
@@ -436,7 +506,7 @@ const OperatorUse *Thread::use_of(const at::RecordFunction &fn) {
     const OperatorKey key{fn.name(), fn.overload_name()};
     KnownUse &known = known_[OperatorKeyHash{}(key) % known_.size()];
     if (C10_UNLIKELY(!(known.key == key))) {
-        const OperatorUse *use = look_up(fn, key);
+        const OperatorUse *use = look_up(fn, key, nameless);
         if (use == nullptr) return nullptr;
         known = {key, use};
     }
@@ -445,11 +515,13 @@ const OperatorUse *Thread::use_of(const at::RecordFunction &fn) {
     return known.use->frame ? known.use : nullptr;
 }
 
-const OperatorUse *Thread::look_up(const at::RecordFunction &fn, const OperatorKey &key) {
+const OperatorUse *Thread::look_up(const at::RecordFunction &fn, const OperatorKey &key,
+                                   bool *nameless) {
     const auto found = uses_.find(key);
     if (found != uses_.end()) return &found->second;
     const auto name = fn.operator_name();
-    if (!name.has_value()) return nullptr;
+    *nameless = !name.has_value();
+    if (*nameless) return nullptr;
     const auto op = c10::Dispatcher::singleton().findSchema(*name);
     if (!op.has_value() || op->schema().name().c_str() != key.name) return nullptr;
     return &uses_.emplace(key, describe(*op)).first->second;
@@ -531,6 +603,106 @@ class Collector {
     std::vector<Operand> &out_;
     const bool write_;
 };
+
+/* ---- opaque regions ---------------------------------------------------------------------- */
+
+std::atomic<bool> armed_slots[TP_SLOT_MAX]; /* written under install_mutex */
+
+/* A region on every core that may change mappings, told of the operands. */
+Region *begin_regions(Thread *thread) {
+    Region *regions = nullptr;
+    for (int slot = 0; slot < TP_SLOT_MAX; slot++) {
+        if (!armed_slots[slot].load(std::memory_order_relaxed)) continue;
+        tp_core *core = tp_core_at(slot);
+        if (core == nullptr) continue;
+        thread->accesses.clear();
+        for (const Operand &operand : thread->operands) {
+            if (operand.core == core) thread->accesses.push_back(operand.access);
+        }
+        Region *region = thread->take_region();
+        region->next = regions;
+        regions = region;
+        tp_region_begin(core, &region->region, thread->accesses.data(), thread->accesses.size(),
+                        tp_bind_current_stream(slot));
+    }
+    return regions;
+}
+
+/* Also on another thread than they began on, and at a thread's end. */
+void end_regions(Region *regions) {
+    Thread *thread = this_thread();
+    while (regions != nullptr) {
+        Region *region = regions;
+        regions = region->next;
+        tp_region_end(&region->region);
+        if (thread != nullptr) {
+            thread->recycle(region);
+        } else {
+            tp_region_fini(&region->region);
+            delete region;
+        }
+    }
+}
+
+struct RegionContext final : public HookContext {
+    RegionContext() : HookContext(nullptr) {}
+    ~RegionContext() override {
+        /* In a forked child nobody waits for its end. */
+        if (!disabled.load(std::memory_order_relaxed)) end_regions(regions);
+    }
+    Region *regions = nullptr;
+};
+
+/* A custom function's name, or that of its backward node. */
+bool launches_nothing(const char *name) {
+    for (const char *known : kLaunchesNothing) {
+        if (!starts_with(name, known)) continue;
+        const char *rest = name + std::strlen(known);
+        if (*rest == '\0' || std::strcmp(rest, "Backward") == 0) return true;
+    }
+    return false;
+}
+
+/* Whether a named range that is no operator may launch kernels that nobody announces. */
+bool is_opaque(const at::RecordFunction &fn) {
+    const char *name = fn.name();
+    switch (fn.scope()) {
+    case at::RecordScope::FUNCTION:
+        /* Only custom functions have their place in the order of autograd's nodes; other
+         * ranges are there for profilers. */
+        if (fn.seqNr() >= 0) return !launches_nothing(name);
+        return starts_with(name, "Torch-Compiled Region");
+    case at::RecordScope::BACKWARD_FUNCTION:
+        return !is_generated_node(name) && !launches_nothing(name);
+    case at::RecordScope::TORCHSCRIPT_FUNCTION: return true; /* it may fuse kernels */
+    default: return false;
+    }
+}
+
+std::unique_ptr<at::ObserverContext> start_region(Thread *thread,
+                                                  const at::RecordFunction &fn) {
+    if (!is_opaque(fn)) return nullptr;
+    thread->operands.clear();
+    bool compiled = false;
+    for (const char *name : kCompiled) compiled = compiled || starts_with(fn.name(), name);
+    if (!compiled) {
+        Collector collector(thread->operands, true);
+        for (const c10::IValue &value : fn.inputs()) collector.value(value);
+    }
+    auto context = std::make_unique<RegionContext>();
+    context->regions = begin_regions(thread);
+    return context;
+}
+
+std::unique_ptr<at::ObserverContext> on_named_range(const at::RecordFunction &fn) {
+    if (disabled.load(std::memory_order_relaxed)) return nullptr;
+    try {
+        Thread *thread = this_thread();
+        return thread == nullptr ? nullptr : start_region(thread, fn);
+    } catch (...) {
+        return nullptr; /* out of host memory */
+    }
+}
 
 /* ---- starting and ending an operator ----------------------------------------------------- */
 
@@ -666,7 +838,9 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction &fn) {
         Thread *thread = this_thread();
         if (thread == nullptr) return nullptr;
         thread->known_since = full_since.load(std::memory_order_relaxed);
-        const OperatorUse *use = thread->use_of(fn);
+        bool nameless = false;
+        const OperatorUse *use = thread->use_of(fn, &nameless);
+        if (C10_UNLIKELY(nameless)) return start_region(thread, fn);
         return use == nullptr ? nullptr : start_operator(thread, *use, fn);
     } catch (...) {
         return nullptr; /* out of host memory */
@@ -682,7 +856,8 @@ std::unique_ptr<at::ObserverContext> on_sample(const at::RecordFunction &fn) {
     if (C10_UNLIKELY(disabled.load(std::memory_order_relaxed))) return nullptr;
     try {
         Thread *thread = this_thread();
-        const OperatorUse *use = thread == nullptr ? nullptr : thread->use_of(fn);
+        bool nameless = false;
+        const OperatorUse *use = thread == nullptr ? nullptr : thread->use_of(fn, &nameless);
         if (burst_left.fetch_sub(1, std::memory_order_relaxed) == 1) end_burst();
         if (use == nullptr) return nullptr;
         collect_operands(thread, *use, fn.inputs());
@@ -705,7 +880,8 @@ void mark_others(Frame *frame, const std::vector<Operand> &outputs) {
 
 void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
     if (context == nullptr || disabled.load(std::memory_order_relaxed)) return;
-    Frame *frame = static_cast<FrameContext *>(context)->frame_;
+    Frame *frame = static_cast<HookContext *>(context)->frame_;
+    if (frame == nullptr) return; /* a region: it ends with its context */
     Thread *current = this_thread(frame);
     if (current == nullptr || frame->ended.load(std::memory_order_acquire)) return;
     const std::vector<Operand> *outputs = nullptr;
@@ -728,13 +904,14 @@ void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
 /* ---- installing -------------------------------------------------------------------------- */
 
 std::mutex install_mutex;
-tp_arming wanted_by_slot[TP_SLOT_MAX]; /* this and the next two need install_mutex */
+tp_arming wanted_by_slot[TP_SLOT_MAX]; /* this and the next three need install_mutex */
 tp_arming forced = TP_ARM_OFF;
 at::CallbackHandle callback_handle = at::INVALID_CALLBACK_HANDLE;
+at::CallbackHandle range_handle = at::INVALID_CALLBACK_HANDLE;
 std::atomic<tp_arming> level_in_force{TP_ARM_OFF}; /* written under install_mutex */
 
-/* Scope FUNCTION is where the dispatcher reports operators, those of the backward pass too.
- * Named ranges of the other scopes launch nothing themselves. */
+/* Scope FUNCTION is where the dispatcher reports operators, those of the backward pass too, and
+ * where Python's custom functions and compiled code report themselves. */
 at::RecordFunctionCallback callback_for(tp_arming level) {
     const bool full = level == TP_ARM_FULL;
     return at::RecordFunctionCallback(full ? on_start : on_sample, full ? on_end : nullptr)
@@ -750,6 +927,21 @@ void replace_callback(at::CallbackHandle by) {
     if (old != at::INVALID_CALLBACK_HANDLE) at::removeCallback(old);
 }
 
+/* Backward nodes and TorchScript, which are regions if anything. */
+void watch_ranges(bool on) {
+    if (on == (range_handle != at::INVALID_CALLBACK_HANDLE)) return;
+    if (on) {
+        range_handle =
+            at::addGlobalCallback(at::RecordFunctionCallback(on_named_range)
+                                      .needsInputs(true)
+                                      .scopes({at::RecordScope::BACKWARD_FUNCTION,
+                                               at::RecordScope::TORCHSCRIPT_FUNCTION}));
+    } else {
+        at::removeCallback(range_handle);
+        range_handle = at::INVALID_CALLBACK_HANDLE;
+    }
+}
+
 void install_what_is_wanted() {
     tp_arming wanted = forced;
     for (const tp_arming level : wanted_by_slot) wanted = std::max(wanted, level);
@@ -759,6 +951,7 @@ void install_what_is_wanted() {
     replace_callback(wanted == TP_ARM_FULL ? at::addGlobalCallback(callback_for(wanted))
                                            : at::INVALID_CALLBACK_HANDLE);
     level_in_force.store(wanted, std::memory_order_relaxed);
+    watch_ranges(wanted == TP_ARM_FULL);
 }
 
 /* Boxing their arguments for us costs a program bound by launches up to a sixth of its time, so
@@ -783,6 +976,7 @@ void on_arm(int slot, tp_arming level) {
     const std::lock_guard<std::mutex> guard(install_mutex);
     wanted_by_slot[slot] = level;
     install_what_is_wanted();
+    armed_slots[slot].store(level == TP_ARM_FULL);
 }
 
 tp_bind_place allocating() {
@@ -838,6 +1032,51 @@ uint64_t hook_call_count() {
         total += thread->call_count.load(std::memory_order_relaxed);
     }
     return total;
+}
+
+bool hook_watches() {
+    return level_in_force.load(std::memory_order_relaxed) == TP_ARM_FULL &&
+           !disabled.load(std::memory_order_relaxed);
+}
+
+HookCall::HookCall(unsigned mode, const std::vector<CallOperand> &operands) {
+    Thread *thread = hook_watches() ? this_thread() : nullptr;
+    if (thread == nullptr) return;
+    try {
+        for (int slot = 0; (mode & kCallLifts) != 0 && slot < TP_SLOT_MAX; slot++) {
+            tp_core *core = armed_slots[slot].load() ? tp_core_at(slot) : nullptr;
+            if (core == nullptr) continue;
+            lifted_.push_back(slot);
+            tp_region_lift(core);
+        }
+        thread->operands.clear();
+        for (const CallOperand &operand : operands) {
+            Collector(thread->operands, operand.write).value(operand.tensor);
+        }
+        if ((mode & kCallHolds) != 0) {
+            Frame *frame = thread->push();
+            frame_ = frame;
+            for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
+        }
+        if ((mode & kCallGates) != 0) regions_ = begin_regions(thread);
+    } catch (...) {
+        return; /* out of host memory: as for an operator */
+    }
+}
+
+HookCall::~HookCall() {
+    if (disabled.load(std::memory_order_relaxed)) return;
+    end_regions(static_cast<Region *>(regions_));
+    if (frame_ != nullptr) {
+        Frame *frame = static_cast<Frame *>(frame_);
+        Thread *current = this_thread();
+        end_frame(frame, current, nullptr);
+        if (current != nullptr && frame->thread == current) current->recycle(frame);
+    }
+    for (const int slot : lifted_) {
+        tp_core *core = tp_core_at(slot);
+        if (core != nullptr) tp_region_unlift(core);
+    }
 }
 
 void hook_disable_after_fork() { disabled.store(true, std::memory_order_relaxed); }

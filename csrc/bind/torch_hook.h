@@ -3,7 +3,10 @@
 #ifndef TP_BIND_TORCH_HOOK_H
 #define TP_BIND_TORCH_HOOK_H
 
+#include <ATen/core/TensorBody.h>
+
 #include <cstdint>
+#include <vector>
 
 #include "pager/types.h"
 
@@ -15,6 +18,36 @@ void hook_connect();
 void hook_force(tp_arming level);
 /* Operators seen so far, on all threads. */
 uint64_t hook_call_count();
+/* True while the callback is told of every operator. */
+bool hook_watches();
+
+/* What code outside the dispatcher does. */
+enum CallMode : unsigned {
+    kCallHolds = 1, /* as an operator: what it names, and what is allocated inside, stays */
+    kCallGates = 2, /* it is an opaque region */
+    kCallLifts = 4  /* it announces everything it launches: regions around it open the gate */
+};
+
+struct CallOperand {
+    at::Tensor tensor;
+    bool write;
+};
+
+/* Such code in progress: from construction to destruction, on one thread. Does nothing
+ * while hook_watches() is false. May wait. */
+class HookCall {
+  public:
+    HookCall(unsigned mode, const std::vector<CallOperand> &operands);
+    ~HookCall();
+    HookCall(const HookCall &) = delete;
+    HookCall &operator=(const HookCall &) = delete;
+
+  private:
+    void *frame_ = nullptr;
+    void *regions_ = nullptr;
+    std::vector<int> lifted_; /* slots */
+};
+
 /* In a forked child: nothing of ours is touched any more. */
 void hook_disable_after_fork();
 

@@ -76,7 +76,7 @@ void tp_regions_note(tp_pager *pager, tp_block *block) {
     const uint64_t thread = this_thread();
     for (tp_region *region = first_of(pager); region != NULL;
          region = next_of(pager, &region->link)) {
-        if (region->thread == thread) note(pager, region, block);
+        if (region->thread == thread && region->lift_count == 0) note(pager, region, block);
     }
 }
 
@@ -106,18 +106,6 @@ static void open_gate(tp_pager *pager) {
     tp_cond_broadcast(&pager->changed);
 }
 
-/* True if a marker covers what this thread's regions have launched. */
-static bool mark_launched(tp_pager *pager) {
-    if (!TP_RULE(pager, TP_RULE_REGION_WAIT)) return true;
-    tp_marker marker = {0};
-    if (pager->capture_depth > 0 || pager->region_unmarked ||
-        tp_marker_record_context(&pager->markers, &marker, NULL) != TP_OK) {
-        return false;
-    }
-    pager->region_end = marker;
-    return true;
-}
-
 static bool own_closed(const tp_region *region, uint64_t thread) {
     return region->thread == thread && closes(region);
 }
@@ -133,7 +121,9 @@ static bool any_own_closed(tp_pager *pager, uint64_t thread) {
 void tp_regions_stand(tp_pager *pager) {
     if (tp_list_empty(&pager->regions)) return;
     const uint64_t thread = this_thread();
-    if (!any_own_closed(pager, thread) || !mark_launched(pager)) return;
+    if (!any_own_closed(pager, thread)) return;
+    /* Where no marker can be recorded now, the gate stays closed until one is. */
+    if (TP_RULE(pager, TP_RULE_REGION_WAIT)) tp_pager_mark_region_end(pager);
     for (tp_region *region = first_of(pager); region != NULL;
          region = next_of(pager, &region->link)) {
         if (!own_closed(region, thread)) continue;
@@ -164,7 +154,6 @@ void tp_regions_go(tp_pager *pager) {
 void tp_regions_lift(tp_pager *pager) {
     if (tp_list_empty(&pager->regions)) return;
     const uint64_t thread = this_thread();
-    /* Without a marker the gate still counts as open for them; region_unmarked keeps it closed. */
     if (any_own_closed(pager, thread)) tp_pager_mark_region_end(pager);
     for (tp_region *region = first_of(pager); region != NULL;
          region = next_of(pager, &region->link)) {

@@ -1,5 +1,8 @@
 """The CPU door and the operator hook (built against one torch minor)."""
 
+from collections.abc import Callable
+from typing import Any
+
 TORCH_VERSION: str  # the torch it was built against, "2.14.1"
 
 def install(large_min: int) -> None:
@@ -18,6 +21,17 @@ def adopt(tensor: object) -> int:
 def is_door_storage(tensor: object) -> bool: ...
 def hook_calls() -> int:
     """Operators the hook has seen on all threads."""
+
+def hook_watches() -> bool:
+    """Whether the operator hook tells of every operator now."""
+
+def announced(function: Callable[..., Any], mode: int) -> Callable[..., Any]:
+    """A callable, and a method of the class it is put in, that calls ``function`` and, while that
+    is so, tells the pager around the call what it does. mode is a sum of: 1, it holds
+    the tensors among its arguments, and what is allocated inside, in place; 2, it is an opaque
+    region that uses them; 4, it announces everything it launches, so regions around it leave the
+    gate open; 8, arguments that ``self.fn.arg_names`` calls "in_ptr..." are only read. All others
+    count as written. Tensors are looked for in tuples and lists, and in ``base`` of other objects."""
 
 def hook_forced(level: int) -> None:
     """Arm the hook regardless of watermarks (benchmarks and tests): 0 not, 1 for the

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from torchpager import _control
+from torchpager import _control, regions
 from torchpager._targets import DeviceLike, resolve
 from torchpager.budget import host_size, resolve_host
 from torchpager.errors import UnavailableError
@@ -31,6 +31,8 @@ class AutoOffload(_control.Context):
         target.open()
         found = target.settings
         device_bytes = found.device_bytes
+        self._undo_later(partial(regions.uninstall, self))
+        regions.install(self)
         self._undo_later(partial(target.restore, found))
         target.change(
             replace(

@@ -1,0 +1,209 @@
+"""Code that launches kernels of its own, while auto_offload() is active.
+
+The operator hook sees what PyTorch's dispatcher runs, and the ranges in which custom autograd
+functions, TorchScript and compiled code run. It does not see the kernels that Triton and
+Inductor launch. Their launchers have one entry point each in Python, which is wrapped here, so
+that the pager is told what a launch uses:
+
+* Inductor's launcher: the tensors among its arguments stay in place for the length of the
+  launch, as an operator's operands do. Its inputs count as read, the rest as written.
+* Triton's launcher: the same, all of them written, and the launch is an opaque region as well:
+  a kernel may reach more memory through a table of pointers than its arguments show.
+* A graph that Inductor compiled. Where it launches through the launchers above, there is
+  nothing left that nobody announces, so the regions around it leave the remap gate open. A
+  graph behind C++ code (``cpp_wrapper``, AOTInductor) is an opaque region that uses its inputs.
+  On the simulated device, where its kernels take raw pointers and run within the call, its
+  inputs, its constants and what it allocates stay in place for the length of the call.
+
+While the hook is not installed each wrapper passes the call on. Modules that are not imported
+yet are wrapped when they are.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torchpager import _control, _core, _torch_cpu
+
+_HOLDS, _GATES, _LIFTS, _NAMES_READS = 1, 2, 4, 8
+_MISSING = object()
+_Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _EntryPoint:
+    """One method through which everything of its kind passes."""
+
+    module: str
+    owner: str
+    name: str
+    wrap: Callable[[_Function], _Function]
+
+
+def _launch(mode: int) -> Callable[[_Function], _Function]:
+    return lambda found: _torch_cpu.announced(found, mode)
+
+
+def _graph(found: _Function) -> _Function:
+    """Wrap the call of a graph that Inductor compiled."""
+    lifted = _torch_cpu.announced(found, _LIFTS)
+
+    def with_constants(graph: Any, inputs: Any, constants: Any) -> Any:
+        return found(graph, inputs)
+
+    gated = _torch_cpu.announced(with_constants, _GATES)
+    held = _torch_cpu.announced(with_constants, _HOLDS | _GATES)
+
+    @functools.wraps(found)
+    def call(self: Any, inputs: Any) -> Any:
+        if not _torch_cpu.hook_watches():
+            return found(self, inputs)
+        constants = tuple((getattr(self, "constants", None) or {}).values())
+        if "cpu" in getattr(self, "device_types", ()) and _core.is_open(_core.SIM_SLOT):
+            return held(self, inputs, constants)
+        options = getattr(self, "fx_kwargs", None) or {}
+        if options.get("cpp_wrapper") or not hasattr(self, "device_types"):
+            return gated(self, inputs, constants)
+        return lifted(self, inputs)
+
+    return call
+
+
+def _package(found: _Function) -> _Function:
+    """Wrap the call of a model that AOTInductor compiled."""
+    gated = _torch_cpu.announced(found, _GATES)
+    held = _torch_cpu.announced(found, _HOLDS | _GATES)
+
+    @functools.wraps(found)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _torch_cpu.hook_watches():
+            return found(*args, **kwargs)
+        inside = held if _core.is_open(_core.SIM_SLOT) else gated
+        return inside(*args, **kwargs)
+
+    return call
+
+
+_ENTRY_POINTS = (
+    _EntryPoint(
+        "torch._inductor.runtime.triton_heuristics",
+        "CachingAutotuner",
+        "run",
+        _launch(_HOLDS | _NAMES_READS),
+    ),
+    _EntryPoint("triton.runtime.jit", "JITFunction", "run", _launch(_HOLDS | _GATES)),
+    _EntryPoint("torch._inductor.output_code", "CompiledFxGraph", "__call__", _graph),
+    _EntryPoint("torch._inductor.output_code", "CompiledAOTI", "__call__", _graph),
+    _EntryPoint(
+        "torch.export.pt2_archive._package", "AOTICompiledModel", "__call__", _package
+    ),
+)
+_MODULES = frozenset(point.module for point in _ENTRY_POINTS)
+
+# (class, name, what was in the class's own dictionary, what we put there).
+_installed: list[tuple[type, str, Any, Any]] = []
+_depth = 0
+
+
+def install() -> None:
+    """Wrap the entry points, once for any number of calls. Under ``_control.lock``."""
+    global _depth
+    _depth += 1
+    if _depth > 1:
+        return
+    for name in sorted(_MODULES):
+        module = sys.modules.get(name)
+        if module is not None:
+            _wrap_in(module)
+    sys.meta_path.insert(0, _FINDER)
+
+
+def uninstall() -> None:
+    """Restore what the first install() found, at the last call.
+
+    What somebody else has wrapped since is left alone.
+    """
+    global _depth
+    _depth -= 1
+    if _depth == 0:
+        _restore()
+
+
+def _restore() -> None:
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+    while _installed:
+        owner, name, found, ours = _installed.pop()
+        if vars(owner).get(name, _MISSING) is ours:
+            setattr(owner, name, found)
+
+
+def _wrap_in(module: ModuleType) -> None:
+    for point in _ENTRY_POINTS:
+        owner = getattr(module, point.owner, None) if point.module == module.__name__ else None
+        if not isinstance(owner, type) or point.name not in vars(owner):
+            continue
+        if any(owner is known and point.name == name for known, name, _, _ in _installed):
+            continue
+        found = vars(owner)[point.name]
+        ours = point.wrap(found)
+        setattr(owner, point.name, ours)
+        _installed.append((owner, point.name, found, ours))
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module as its own loader does, then wraps what is in it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._inner.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None:  # whoever asks the module for its loader gets the real one
+            spec.loader = self._inner
+        module.__loader__ = self._inner
+        self._inner.exec_module(module)
+        with _control.lock:
+            if _depth:
+                _wrap_in(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the other finders find our modules, and lends them its loader."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _MODULES:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None and finder is not self else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+_FINDER = _Finder()
+
+
+def _forget_in_child() -> None:
+    """After fork nothing pages in the child."""
+    global _depth
+    _depth = 0
+    _restore()
+
+
+_control.after_fork(_forget_in_child)
