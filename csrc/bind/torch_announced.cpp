@@ -112,10 +112,16 @@ PyObject *announced_get(PyObject *object, PyObject *instance, PyObject *) {
 
 /* __name__, __doc__, __signature__ and whatever else somebody asks for. */
 PyObject *announced_getattro(PyObject *object, PyObject *name) {
+    PyObject *function = reinterpret_cast<Announced *>(object)->function;
+    for (const char *every_type_has : {"__doc__", "__module__"}) {
+        if (PyUnicode_CompareWithASCIIString(name, every_type_has) == 0) {
+            return PyObject_GetAttr(function, name);
+        }
+    }
     PyObject *own = PyObject_GenericGetAttr(object, name);
     if (own != nullptr || !PyErr_ExceptionMatches(PyExc_AttributeError)) return own;
     PyErr_Clear();
-    return PyObject_GetAttr(reinterpret_cast<Announced *>(object)->function, name);
+    return PyObject_GetAttr(function, name);
 }
 
 int announced_traverse(PyObject *object, visitproc visit, void *arg) {

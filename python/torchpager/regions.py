@@ -53,8 +53,10 @@ def _launch(mode: int) -> Callable[[_Function], _Function]:
 def _graph(found: _Function) -> _Function:
     """Wrap the call of a graph that Inductor compiled."""
     lifted = _torch_cpu.announced(found, _LIFTS)
+    # A capture keeps its inputs for good where they are when it begins.
+    captured = _torch_cpu.announced(found, _HOLDS | _LIFTS)
 
-    def with_constants(graph: Any, inputs: Any, constants: Any) -> Any:
+    def with_constants(graph: Any, inputs: Any, _constants: Any) -> Any:
         return found(graph, inputs)
 
     gated = _torch_cpu.announced(with_constants, _GATES)
@@ -70,7 +72,7 @@ def _graph(found: _Function) -> _Function:
         options = getattr(self, "fx_kwargs", None) or {}
         if options.get("cpp_wrapper") or not hasattr(self, "device_types"):
             return gated(self, inputs, constants)
-        return lifted(self, inputs)
+        return (captured if options.get("cudagraphs") else lifted)(self, inputs)
 
     return call
 
@@ -100,9 +102,7 @@ _ENTRY_POINTS = (
     _EntryPoint("triton.runtime.jit", "JITFunction", "run", _launch(_HOLDS | _GATES)),
     _EntryPoint("torch._inductor.output_code", "CompiledFxGraph", "__call__", _graph),
     _EntryPoint("torch._inductor.output_code", "CompiledAOTI", "__call__", _graph),
-    _EntryPoint(
-        "torch.export.pt2_archive._package", "AOTICompiledModel", "__call__", _package
-    ),
+    _EntryPoint("torch.export.pt2_archive._package", "AOTICompiledModel", "__call__", _package),
 )
 _MODULES = frozenset(point.module for point in _ENTRY_POINTS)
 
@@ -187,8 +187,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name not in _MODULES:
             return None
         for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find is not None and finder is not self else None
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec: importlib.machinery.ModuleSpec | None = finder.find_spec(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
                     spec.loader = _Loader(spec.loader)
