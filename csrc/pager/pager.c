@@ -378,5 +378,9 @@ tp_status tp_pager_check(tp_pager *pager, tp_error *error) {
     if (pins != pager->op_pin_total) {
         return tp_error_set(error, TP_FAILED, "invariant 10: pins do not add up");
     }
+    if (!tp_regions_agree(pager)) {
+        return tp_error_set(error, TP_FAILED,
+                            "invariant 11: the gate disagrees with its regions");
+    }
     return check_gauges(pager, resident, host, bytes, error);
 }

@@ -214,6 +214,16 @@ void tp_regions_end(tp_pager *pager, tp_region *region) {
     region->note_count = 0;
 }
 
+bool tp_regions_agree(tp_pager *pager) {
+    uint32_t closed = 0, standing = 0;
+    for (tp_region *region = first_of(pager); region != NULL;
+         region = next_of(pager, &region->link)) {
+        closed += closes(region) ? 1 : 0;
+        standing += region->standing ? 1 : 0;
+    }
+    return closed == pager->region_depth && standing == pager->standing_count;
+}
+
 /* ---- copies ------------------------------------------------------------------------------------ */
 
 tp_status tp_regions_order(tp_pager *pager, tp_stream stream, tp_error *error) {

@@ -35,6 +35,9 @@ void tp_regions_go(tp_pager *pager);
 void tp_regions_lift(tp_pager *pager);
 void tp_regions_unlift(tp_pager *pager);
 
+/* The counts of closed and standing regions are right. */
+bool tp_regions_agree(tp_pager *pager);
+
 /* What is queued on `stream` from now on waits, on the device, for the kernels of regions. */
 TP_MUST_USE tp_status tp_regions_order(tp_pager *pager, tp_stream stream, tp_error *error);
 
