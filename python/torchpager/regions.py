@@ -108,30 +108,28 @@ _MODULES = frozenset(point.module for point in _ENTRY_POINTS)
 
 # (class, name, what was in the class's own dictionary, what we put there).
 _installed: list[tuple[type, str, Any, Any]] = []
-_depth = 0
+# Who wants them wrapped.
+_users: set[int] = set()
 
 
-def install() -> None:
-    """Wrap the entry points, once for any number of calls. Under ``_control.lock``."""
-    global _depth
-    _depth += 1
-    if _depth > 1:
-        return
+def install(user: object) -> None:
+    """Wrap the entry points for as long as it has a user. Under ``_control.lock``."""
+    _users.add(id(user))
     for name in sorted(_MODULES):
         module = sys.modules.get(name)
         if module is not None:
             _wrap_in(module)
-    sys.meta_path.insert(0, _FINDER)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
-def uninstall() -> None:
-    """Restore what the first install() found, at the last call.
+def uninstall(user: object) -> None:
+    """Restore what install() found, when this was the last user. Again: nothing.
 
     What somebody else has wrapped since is left alone.
     """
-    global _depth
-    _depth -= 1
-    if _depth == 0:
+    _users.discard(id(user))
+    if not _users:
         _restore()
 
 
@@ -139,9 +137,10 @@ def _restore() -> None:
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
     while _installed:
-        owner, name, found, ours = _installed.pop()
+        owner, name, found, ours = _installed[-1]
         if vars(owner).get(name, _MISSING) is ours:
             setattr(owner, name, found)
+        _installed.pop()
 
 
 def _wrap_in(module: ModuleType) -> None:
@@ -149,12 +148,12 @@ def _wrap_in(module: ModuleType) -> None:
         owner = getattr(module, point.owner, None) if point.module == module.__name__ else None
         if not isinstance(owner, type) or point.name not in vars(owner):
             continue
-        if any(owner is known and point.name == name for known, name, _, _ in _installed):
+        if (owner, point.name) in [(known, name) for known, name, _, _ in _installed]:
             continue
         found = vars(owner)[point.name]
         ours = point.wrap(found)
-        setattr(owner, point.name, ours)
         _installed.append((owner, point.name, found, ours))
+        setattr(owner, point.name, ours)
 
 
 class _Loader(importlib.abc.Loader):
@@ -174,7 +173,7 @@ class _Loader(importlib.abc.Loader):
         module.__loader__ = self._inner
         self._inner.exec_module(module)
         with _control.lock:
-            if _depth:
+            if _users:
                 _wrap_in(module)
 
 
@@ -202,8 +201,7 @@ _FINDER = _Finder()
 
 def _forget_in_child() -> None:
     """After fork nothing pages in the child."""
-    global _depth
-    _depth = 0
+    _users.clear()
     _restore()
 
 

@@ -14,16 +14,26 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.dlpack
+from torch._inductor import output_code
 
 import torchpager
-from torchpager import _autostart, _control, _core, _targets, _torch_cpu, patches, testing
+from torchpager import (
+    _autostart,
+    _control,
+    _core,
+    _targets,
+    _torch_cpu,
+    patches,
+    regions,
+    testing,
+)
 
 MIB = 1 << 20
 PACKAGE = str(Path(torchpager.__file__).parent)
 # A loop is interrupted in its first rounds only.
 VISITS = 20
 PATCHED = [torch.Tensor, torch.UntypedStorage, torch._C, torch, torch.utils.dlpack]
-PATCHED += [torch._C.PyTorchFileWriter]
+PATCHED += [torch._C.PyTorchFileWriter, output_code.CompiledFxGraph]
 
 
 class Interrupt(KeyboardInterrupt):
@@ -104,6 +114,7 @@ def in_force():
         simulated and simulated.settings,
         _torch_cpu.installed(),
         [dict(vars(owner)) for owner in PATCHED],
+        (list(regions._installed), regions._FINDER in sys.meta_path, set(regions._users)),
         _control.active_contexts(),
     )
 
