@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchpager import _core
 from torchpager.sizes import format_size
@@ -213,7 +214,8 @@ def mark_tensors_seen(slot: int) -> None:
     """
     for thing in gc.get_objects():
         # type(), not isinstance(): that would run the __class__ of lazy proxies.
-        if issubclass(type(thing), torch.Tensor):
+        kind = type(thing)
+        if issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor):
             address = tensor_address(thing)
             if address and _core.owns(address) == slot:
                 _core.mark_seen(address)

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torchpager
@@ -221,6 +222,45 @@ def test_exception_in_a_custom_function_opens_the_gate():
         out.backward()
     assert figures("regions_open") == 0
     testing.evict(x)
+
+
+def test_context_left_inside_a_custom_function_leaves_no_region_open():
+    class Leaves(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x, context):
+            context.stop()
+            seen.append(figures("regions_open"))
+            return x * 2
+
+    seen = []
+    with torchpager.simulate("64 MiB", **DEVICE):
+        context = torchpager.auto_offload().start()
+        x = torch.ones(16 * KIB)
+        testing.evict(x)
+        doubled = Leaves.apply(x, context)
+        assert seen == [1]
+        assert figures("regions_open") == 0
+        assert figures("regions_closed") == 0
+        assert torch.equal(doubled, torch.full((16 * KIB,), 2.0))
+        with torchpager.auto_offload():
+            testing.evict(x)
+            assert x.sum().item() == 16 * KIB
+        del x, doubled
+
+
+def test_entering_says_nothing_about_fake_tensors():
+    with FakeTensorMode():
+        fake = torch.ones(16 * KIB)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with torchpager.simulate("64 MiB", **DEVICE), torchpager.auto_offload():
+                pass
+    finally:
+        torch.set_warn_always(False)
+    assert not [str(warning.message) for warning in said]
+    del fake
 
 
 @pytest.mark.usefixtures("paging")
