@@ -7,6 +7,8 @@
 enum { COPIES_MAX = 2 }; /* in each direction: one runs, one is ready behind it */
 
 bool tp_transfer_room(const tp_pager *pager, tp_copy_dir dir) {
+    /* A copy that must wait for a region's kernels needs a marker that a capture does not allow. */
+    if (pager->capture_depth > 0 && tp_pager_gate_closed(pager)) return false;
     return pager->copying[dir] < COPIES_MAX;
 }
 

@@ -15,6 +15,10 @@ that the pager is told what a launch uses:
   On the simulated device, where its kernels take raw pointers and run within the call, its
   inputs, its constants and what it allocates stay in place for the length of the call.
 
+* Autograd's engine. Its nodes are regions of their own where they need to be, on its own
+  threads, so a region around the call (``torch.compile`` of a whole training step) leaves the
+  gate open meanwhile.
+
 While the hook is not installed each wrapper passes the call on. Modules that are not imported
 yet are wrapped when they are.
 """
@@ -38,10 +42,11 @@ _Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _EntryPoint:
-    """One method through which everything of its kind passes."""
+    """One function through which everything of its kind passes."""
 
     module: str
-    owner: str
+    owner: str | None
+    """The class it is a method of; None: the module has it."""
     name: str
     wrap: Callable[[_Function], _Function]
 
@@ -92,7 +97,7 @@ def _package(found: _Function) -> _Function:
     return call
 
 
-_ENTRY_POINTS = (
+_ENTRY_POINTS: tuple[_EntryPoint, ...] = (
     _EntryPoint(
         "torch._inductor.runtime.triton_heuristics",
         "CachingAutotuner",
@@ -104,10 +109,15 @@ _ENTRY_POINTS = (
     _EntryPoint("torch._inductor.output_code", "CompiledAOTI", "__call__", _graph),
     _EntryPoint("torch.export.pt2_archive._package", "AOTICompiledModel", "__call__", _package),
 )
+# The engine's name in the modules that call it.
+_ENTRY_POINTS += tuple(
+    _EntryPoint(module, None, "_engine_run_backward", _launch(_LIFTS))
+    for module in ("torch.autograd", "torch.autograd.graph")
+)
 _MODULES = frozenset(point.module for point in _ENTRY_POINTS)
 
-# (class, name, what was in the class's own dictionary, what we put there).
-_installed: list[tuple[type, str, Any, Any]] = []
+# (class or module, name, what was in its own dictionary, what we put there).
+_installed: list[tuple[Any, str, Any, Any]] = []
 # Who wants them wrapped.
 _users: set[int] = set()
 
@@ -145,8 +155,10 @@ def _restore() -> None:
 
 def _wrap_in(module: ModuleType) -> None:
     for point in _ENTRY_POINTS:
-        owner = getattr(module, point.owner, None) if point.module == module.__name__ else None
-        if not isinstance(owner, type) or point.name not in vars(owner):
+        if point.module != module.__name__:
+            continue
+        owner: Any = module if point.owner is None else getattr(module, point.owner, None)
+        if owner is None or point.name not in vars(owner):
             continue
         if (owner, point.name) in [(known, name) for known, name, _, _ in _installed]:
             continue
