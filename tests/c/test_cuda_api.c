@@ -33,6 +33,7 @@ SAME_SIZE(tp_cu_attribute, CUdevice_attribute);
 SAME_SIZE(tp_cu_granularity, CUmemAllocationGranularity_flags);
 SAME_SIZE(tp_cu_capture_status, CUstreamCaptureStatus);
 SAME_SIZE(tp_cu_capture_mode, CUstreamCaptureMode);
+SAME_SIZE(tp_cu_jit_option, CUjit_option);
 
 SAME_SIZE(tp_cu_location, CUmemLocation);
 SAME_FIELD(tp_cu_location, type, CUmemLocation, type);
@@ -70,6 +71,8 @@ SAME_VALUE(TP_CU_GRANULARITY_MINIMUM, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
 SAME_VALUE(TP_CU_GRANULARITY_RECOMMENDED, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
 SAME_VALUE(TP_CU_STREAM_NON_BLOCKING, CU_STREAM_NON_BLOCKING);
 SAME_VALUE(TP_CU_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING);
+SAME_VALUE(TP_CU_HOST_PORTABLE, CU_MEMHOSTALLOC_PORTABLE);
+SAME_VALUE(TP_CU_HOST_DEVICE_MAPPED, CU_MEMHOSTALLOC_DEVICEMAP);
 SAME_VALUE(TP_CU_CAPTURE_STATUS_NONE, CU_STREAM_CAPTURE_STATUS_NONE);
 SAME_VALUE(TP_CU_CAPTURE_MODE_RELAXED, CU_STREAM_CAPTURE_MODE_RELAXED);
 #if CUDA_VERSION >= 12030
@@ -93,6 +96,9 @@ SAME_VALUE(TP_CU_ATTRIBUTE_HOST_VIRTUAL_MEMORY,
 #define tp_cu_context CUcontext
 #define tp_cu_stream CUstream
 #define tp_cu_event CUevent
+#define tp_cu_module CUmodule
+#define tp_cu_function CUfunction
+#define tp_cu_jit_option CUjit_option
 #define tp_cu_attribute CUdevice_attribute
 #define tp_cu_granularity CUmemAllocationGranularity_flags
 #define tp_cu_capture_status CUstreamCaptureStatus
