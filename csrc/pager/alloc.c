@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
+#include "pager/proof.h"
 #include "pager/reclaim.h"
 #include "pager/transfer.h"
 
@@ -35,6 +36,7 @@ static void release_frames(tp_pager *pager, tp_block *block, uint32_t count) {
         tp_extent *extent = &block->extents[i];
         tp_list_remove(&extent->inflight);
         tp_transfer_forget(pager, extent);
+        tp_proof_forget(pager, extent);
         if (extent->mapped != NULL) extent->mapped->map_count--;
         extent->mapped = NULL;
         if (extent->device != NULL) tp_frame_pool_put(&pager->device_frames, extent->device);
@@ -357,7 +359,7 @@ static void discard(tp_pager *pager, tp_block *block) {
         }
         if (extent->state == TP_EXTENT_DIRTY) {
             tp_extent_drop_host(pager, extent);
-            tp_list_remove(&extent->inflight);
+            if (extent->place == 0) tp_list_remove(&extent->inflight);
         }
     }
     tp_tally_add(&pager->stats.discards, block->bytes, 0);

@@ -1,6 +1,7 @@
 #include "pager/extent.h"
 
 #include "base/check.h"
+#include "pager/proof.h"
 
 #define TO(state) (1u << TP_EXTENT_##state)
 
@@ -51,6 +52,7 @@ void tp_extent_become(tp_pager *pager, tp_extent *extent, tp_extent_state to) {
         count(pager, to, extent->bytes, true);
     }
     extent->state = to;
+    if (to == TP_EXTENT_DIRTY || to == TP_EXTENT_EMPTY) extent->printed = false;
 }
 
 void tp_extent_drop_host(tp_pager *pager, tp_extent *extent) {
@@ -86,6 +88,10 @@ void tp_extent_mark_written(tp_pager *pager, tp_extent *extent) {
         tp_extent_drop_host(pager, extent);
     } else if (extent->state == TP_EXTENT_WRITING) {
         extent->written = true;
+    } else if (extent->state == TP_EXTENT_HOST || extent->state == TP_EXTENT_FILLING) {
+        /* Through the host frame, whose fingerprint is no longer the one we have. */
+        extent->printed = false;
+        tp_proof_forget(pager, extent);
     }
 }
 

@@ -89,6 +89,17 @@ static bool tell_first_paging(tp_pager *pager) {
     return true;
 }
 
+static bool tell_unseen_write(tp_pager *pager) {
+    if (pager->told_unseen || pager->unseen_addr == 0) return false;
+    pager->told_unseen = true;
+    const tp_hooks hooks = pager->hooks;
+    if (hooks.unseen_write == NULL) return false;
+    tp_lock_drop(&pager->lock);
+    hooks.unseen_write(hooks.ctx, pager->unseen_addr, pager->unseen_bytes);
+    tp_lock_take(&pager->lock);
+    return true;
+}
+
 static bool work_in_flight(const tp_pager *pager) {
     return !tp_list_empty(&pager->inflight) || !tp_list_empty(&pager->retiring);
 }
@@ -112,6 +123,7 @@ static void *run(void *arg) {
             }
             moved |= reclaim_ahead(pager);
             moved |= tell_first_paging(pager);
+            moved |= tell_unseen_write(pager);
         }
         if (moved) continue;
         const bool poll = work_in_flight(pager) && pager->failed == TP_OK;
@@ -325,7 +337,8 @@ static tp_status check_extent(const tp_extent *extent, tp_error *error) {
     }
     const bool moving =
         extent->state == TP_EXTENT_WRITING || extent->state == TP_EXTENT_FILLING;
-    if ((moving || extent->evict) && !tp_link_in_list(&extent->inflight)) broken = 5;
+    const bool listed = tp_link_in_list(&extent->inflight);
+    if ((moving || extent->evict || extent->place != 0) && !listed) broken = 5;
     if (extent->mapped != NULL && extent->mapped->map_count == 0) broken = 6;
     if (broken == 0) return TP_OK;
     return tp_error_set(error, TP_FAILED, "invariant %d is broken by an extent in %s", broken,

@@ -34,6 +34,9 @@ typedef struct tp_hooks {
     void (*arm)(void *ctx, tp_arming level);
     /* Bytes moved to the host for the first time. On the pager's thread: must not wait for the GIL. */
     void (*first_paging)(void *ctx);
+    /* For the first time a write was found that nobody had announced, to the block at `addr`. On the
+     * pager's thread, as above. */
+    void (*unseen_write)(void *ctx, tp_addr addr, size_t bytes);
     /* The other allocator that shares the budget (PyTorch's native one). Asks it never to hold more
      * than max(cap_bytes, what it holds now); returns the bound that is in force. */
     size_t (*foreign_cap)(void *ctx, size_t cap_bytes);
@@ -80,7 +83,8 @@ typedef enum tp_rule {
         1 << 7, /* an address maps a filled frame only after the copy is done */
     TP_RULE_WRITTEN_MEANWHILE = 1
                                 << 8, /* a write during a write-back leaves the extent DIRTY */
-    TP_RULE_BUSY_FRAME = 1 << 9       /* a frame with a copy in flight serves nobody else */
+    TP_RULE_BUSY_FRAME = 1 << 9,      /* a frame with a copy in flight serves nobody else */
+    TP_RULE_FINGERPRINT = 1 << 10 /* an eviction that copies nothing compares contents first */
 } tp_rule;
 
 typedef struct tp_oom {
@@ -141,7 +145,12 @@ typedef struct tp_stats {
     tp_tally memory_stalls; /* of the stalls, those for memory */
     tp_tally
         host_operators; /* accesses run over HOST operands because nothing could be evicted */
-    tp_tally discards;  /* freed extents forgotten without a copy */
+    tp_tally
+        unseen_writes; /* extents found to differ from their copy though no write was announced:
+                               they were copied again */
+    tp_tally unproven; /* CLEAN extents copied again because nothing proved them equal */
+    tp_tally fingerprints; /* asked of the device */
+    tp_tally discards;     /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;
     uint64_t block_count, live_peak_count;

@@ -31,6 +31,8 @@ typedef struct world_options {
     bool fixed_sizes; /* every tensor has two extents */
     int copy_idles;   /* idle work before each copy; 0: before some */
     bool gentle;      /* the simulated device as it is */
+    bool no_fingerprints;
+    bool blind_writers; /* some kernels write without being announced */
 } world_options;
 
 typedef struct world {
@@ -65,6 +67,8 @@ void world_op(world *w, unsigned stream, const int *reads, unsigned read_count, 
 /* The same, but the kernels are launched by nobody we know: no pins, no marks (inside a region when
  * `region`). It only reads. */
 void world_blind_read(world *w, unsigned stream, int read, bool region);
+/* A kernel that writes, launched likewise. */
+void world_blind_write(world *w, unsigned stream, int target);
 /* Work that does nothing, to be run before what comes later on the stream. */
 void world_idle(world *w, unsigned stream, int count);
 /* One random action. */

@@ -1,0 +1,270 @@
+/* Clean is verified, not believed: kernels that write without being announced, between every two
+ * steps of a write-back and an eviction. */
+#include <string.h>
+
+#include "base/bytes.h"
+#include "harness.h"
+#include "world.h"
+
+static world_options quiet(uint64_t seed) {
+    return (world_options){.budget_bytes = 512 * TP_KIB,
+                           .host_bytes = TP_NO_LIMIT,
+                           .granularity_bytes = 4 * TP_KIB,
+                           .extent_bytes = 16 * TP_KIB,
+                           .seed = seed,
+                           .offload = true,
+                           .gentle = true};
+}
+
+static tp_stats stats_of(world *w) {
+    tp_stats stats;
+    tp_core_stats(w->core, &stats);
+    return stats;
+}
+
+static void read_back(world *w, unsigned stream) {
+    const int reads[] = {0};
+    world_op(w, stream, reads, 1, -1);
+}
+
+/* Tensor 0, in two extents, CLEAN: evicted once and read again. */
+static void open_clean(world *w, const world_options *options) {
+    world_open(w, options);
+    MUST(world_alloc(w, 0, 32 * TP_KIB, 0));
+    MUST_OK(tp_evict(w->core, w->tensors[0].addr, &test_error));
+    read_back(w, 0);
+    world_drain(w);
+}
+
+static unsigned write_to_clean_then_evict(uint64_t seed, uint32_t rules_off) {
+    world w;
+    world_options options = quiet(seed);
+    options.rules_off = rules_off;
+    open_clean(&w, &options);
+    world_blind_write(&w, 1 + (unsigned)(seed % 2), 0); /* runs some time later */
+    EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    read_back(&w, 0);
+    world_drain(&w);
+    const tp_stats stats = stats_of(&w);
+    EXPECT_EQ(stats.unseen_writes.count, rules_off == 0 ? 2 : 0);
+    EXPECT_EQ(stats.unseen_writes.bytes, rules_off == 0 ? 32 * TP_KIB : 0);
+    world_close(&w);
+    return world_violations(&w);
+}
+
+TEST(blind_write_to_a_clean_block_is_found_before_its_eviction) {
+    unsigned with = 0, without = 0;
+    for (uint64_t i = 0; i < 12; i++) {
+        with += write_to_clean_then_evict(test_seed() + i, 0);
+        without += write_to_clean_then_evict(test_seed() + i, TP_RULE_FINGERPRINT);
+    }
+    EXPECT_EQ(with, 0);
+    EXPECT(without > 0);
+}
+
+/* The operators' stream has finished; another one, that nobody knows of, has not. */
+TEST(blind_write_behind_a_write_back_is_found_before_the_eviction_it_is_for) {
+    for (uint64_t i = 0; i < 12; i++) {
+        world w;
+        const world_options options = quiet(test_seed() + i);
+        world_open(&w, &options);
+        MUST(world_alloc(&w, 0, 32 * TP_KIB, 0));
+        world_drain(&w);
+        world_idle(&w, 1, 30);
+        world_blind_write(&w, 1, 0);
+        EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+        read_back(&w, 0);
+        world_close(&w);
+        EXPECT_EQ(world_violations(&w), 0);
+    }
+}
+
+TEST(block_that_nobody_wrote_is_evicted_without_a_copy_after_one_look) {
+    world w;
+    const world_options options = quiet(test_seed());
+    open_clean(&w, &options);
+    const tp_stats before = stats_of(&w);
+    EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    const tp_stats after = stats_of(&w);
+    EXPECT_EQ(after.write_backs.count, before.write_backs.count);
+    EXPECT_EQ(after.fingerprints.count, before.fingerprints.count + 2);
+    EXPECT_EQ(after.unseen_writes.count, 0);
+    EXPECT_EQ(after.unproven.count, 0);
+    world_close(&w);
+}
+
+/* What was written over HOST is another content: its fingerprint is taken when it is filled. */
+TEST(block_written_in_host_is_proven_anew) {
+    world w;
+    world_options options = quiet(test_seed());
+    options.budget_bytes = 64 * TP_KIB;
+    world_open(&w, &options);
+    MUST(world_alloc(&w, 0, 80 * TP_KIB,
+                     0)); /* born in HOST; the fifth extent is written there */
+    world_drain(&w);
+    EXPECT_EQ(stats_of(&w).fills.count, 4);
+    EXPECT_OK(tp_core_set_budget(w.core, 512 * TP_KIB, TP_NO_LIMIT, &test_error));
+    read_back(&w, 0);
+    world_drain(&w);
+    EXPECT_EQ(stats_of(&w).fills.count, 5);
+    EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    EXPECT_EQ(stats_of(&w).write_backs.count, 4);
+    EXPECT_EQ(stats_of(&w).unproven.count, 0);
+    EXPECT_EQ(stats_of(&w).unseen_writes.count, 0);
+    read_back(&w, 1);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
+/* ---- writes at every point of a write-back ------------------------------------------------------- */
+
+typedef enum point { BEFORE_FINGERPRINT, BETWEEN, BEHIND_COPY, POINT_COUNT } point;
+
+static tp_status (*plain_copy)(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src,
+                               size_t bytes, tp_error *error);
+static tp_status (*plain_fingerprint)(tp_device *dev, tp_stream stream, tp_addr addr,
+                                      size_t bytes, uint32_t place, tp_error *error);
+static tp_device_ops watched_ops;
+static world *watched;
+static point write_at;
+static int writes_left;
+
+static void poke(tp_device *dev, void *arg) {
+    const world_tensor *t = arg;
+    for (size_t at = 0; at < t->bytes; at += 2048) {
+        const uint64_t value = t->value ^ at;
+        EXPECT(tp_sim_write(dev, t->addr + at, &value, sizeof value));
+    }
+}
+
+/* On the copy's own stream, so that it runs exactly there. */
+static void write_now(tp_device *dev, point here) {
+    if (here != write_at || writes_left == 0) return;
+    writes_left--;
+    watched->tensors[0].value += 1 << 20;
+    MUST_OK(tp_sim_launch(dev, dev->copy_stream[TP_COPY_TO_HOST], poke, &watched->tensors[0], 1,
+                          &test_error));
+}
+
+static tp_status watched_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src,
+                              size_t bytes, tp_error *error) {
+    if (dir == TP_COPY_TO_HOST) write_now(dev, BETWEEN);
+    const tp_status status = plain_copy(dev, dir, dst, src, bytes, error);
+    if (dir == TP_COPY_TO_HOST) write_now(dev, BEHIND_COPY);
+    return status;
+}
+
+static tp_status watched_fingerprint(tp_device *dev, tp_stream stream, tp_addr addr,
+                                     size_t bytes, uint32_t place, tp_error *error) {
+    if (stream == dev->copy_stream[TP_COPY_TO_HOST]) write_now(dev, BEFORE_FINGERPRINT);
+    return plain_fingerprint(dev, stream, addr, bytes, place, error);
+}
+
+static void watch(world *w, point where, int writes) {
+    watched = w;
+    write_at = where;
+    writes_left = writes;
+    if (plain_copy == NULL) {
+        plain_copy = w->dev->ops->copy;
+        plain_fingerprint = w->dev->ops->fingerprint;
+        watched_ops = *w->dev->ops;
+        watched_ops.copy = watched_copy;
+        watched_ops.fingerprint = watched_fingerprint;
+    }
+    w->dev->ops = &watched_ops;
+}
+
+TEST(blind_write_anywhere_in_a_write_back_is_kept) {
+    for (int where = 0; where < POINT_COUNT; where++) {
+        world w;
+        const world_options options = quiet(test_seed());
+        world_open(&w, &options);
+        MUST(world_alloc(&w, 0, 16 * TP_KIB, 0));
+        world_drain(&w);
+        watch(&w, (point)where, 1);
+        EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+        EXPECT_EQ(writes_left, 0);
+        read_back(&w, 1);
+        world_drain(&w);
+        EXPECT_EQ(stats_of(&w).unseen_writes.count, where == BEFORE_FINGERPRINT ? 0 : 1);
+        world_close(&w);
+        EXPECT_EQ(world_violations(&w), 0);
+    }
+}
+
+/* Somebody writes as often as it is copied: the eviction ends, and the block is left alone. */
+TEST(eviction_of_a_block_that_is_always_written_is_given_up) {
+    world w;
+    const world_options options = quiet(test_seed());
+    world_open(&w, &options);
+    MUST(world_alloc(&w, 0, 16 * TP_KIB, 0));
+    MUST(world_alloc(&w, 1, 16 * TP_KIB, 0));
+    world_drain(&w);
+    watch(&w, BEHIND_COPY, 1000);
+    EXPECT_STATUS(tp_evict(w.core, w.tensors[0].addr, &test_error), TP_BUSY);
+    EXPECT_EQ(stats_of(&w).unseen_writes.count, 2);
+    EXPECT_EQ(writes_left, 998);
+    writes_left = 0;
+    read_back(&w, 1);
+    EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    read_back(&w, 2);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
+/* ---- without fingerprints ------------------------------------------------------------------------ */
+
+TEST(without_fingerprints_every_eviction_copies) {
+    for (uint64_t i = 0; i < 12; i++) {
+        world w;
+        world_options options = quiet(test_seed() + i);
+        options.no_fingerprints = true;
+        open_clean(&w, &options);
+        const uint64_t before = stats_of(&w).write_backs.count;
+        world_idle(&w, 1, 30);
+        world_blind_write(&w, 1, 0);
+        EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+        EXPECT_EQ(stats_of(&w).write_backs.count, before + 2);
+        EXPECT_EQ(stats_of(&w).unproven.count, 2);
+        EXPECT_EQ(stats_of(&w).fingerprints.count, 0);
+        read_back(&w, 0);
+        world_close(&w);
+        EXPECT_EQ(world_violations(&w), 0);
+    }
+}
+
+/* ---- the hook -------------------------------------------------------------------------------------- */
+
+typedef struct told {
+    unsigned count;
+    tp_addr addr;
+    size_t bytes;
+} told;
+
+static void on_unseen_write(void *ctx, tp_addr addr, size_t bytes) {
+    told *t = ctx;
+    t->count++;
+    t->addr = addr;
+    t->bytes = bytes;
+}
+
+TEST(first_unseen_write_is_told_once) {
+    world w;
+    told heard = {0};
+    const world_options options = quiet(test_seed());
+    open_clean(&w, &options);
+    const tp_hooks hooks = {.ctx = &heard, .unseen_write = on_unseen_write};
+    tp_core_set_hooks(w.core, &hooks);
+    for (int i = 0; i < 2; i++) {
+        world_blind_write(&w, 1, 0);
+        EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+        read_back(&w, 0);
+        world_drain(&w);
+    }
+    EXPECT_EQ(stats_of(&w).unseen_writes.count, 4);
+    const tp_addr addr = w.tensors[0].addr;
+    world_close(&w); /* which ends the thread that tells */
+    EXPECT_EQ(heard.count, 1);
+    EXPECT_EQ(heard.addr, addr);
+    EXPECT_EQ(heard.bytes, 32 * TP_KIB);
+}
