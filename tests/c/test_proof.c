@@ -1,5 +1,6 @@
 /* Clean is verified, not believed: kernels that write without being announced, between every two
  * steps of a write-back and an eviction. */
+#include <pthread.h>
 #include <string.h>
 
 #include "base/bytes.h"
@@ -116,6 +117,27 @@ TEST(block_written_in_host_is_proven_anew) {
     EXPECT_EQ(world_violations(&w), 0);
 }
 
+/* The same for a block that had a fingerprint: an operator without room writes over HOST. */
+TEST(announced_write_over_host_is_no_unseen_one) {
+    world w;
+    world_options options = quiet(test_seed());
+    options.budget_bytes = 64 * TP_KIB;
+    world_open(&w, &options);
+    MUST(world_alloc(&w, 0, 32 * TP_KIB, 0));
+    world_drain(&w);
+    MUST(world_alloc(&w, 1, 64 * TP_KIB, 1)); /* waits until the first one is in HOST */
+    MUST_OK(tp_pin(w.core, w.tensors[1].addr, NULL, &test_error));
+    world_op(&w, 0, NULL, 0, 0);
+    EXPECT(stats_of(&w).host_operators.count > 0);
+    world_drain(&w);
+    world_free(&w, 1);
+    read_back(&w, 0);
+    EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    EXPECT_EQ(stats_of(&w).unseen_writes.count, 0);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
 /* ---- writes at every point of a write-back ------------------------------------------------------- */
 
 typedef enum point { BEFORE_FINGERPRINT, BETWEEN, BEHIND_COPY, POINT_COUNT } point;
@@ -128,6 +150,12 @@ static tp_device_ops watched_ops;
 static world *watched;
 static point write_at;
 static int writes_left;
+static int idles_before, idles_behind; /* of a check */
+
+static void idle(tp_device *dev, void *arg) {
+    (void)dev;
+    (void)arg;
+}
 
 static void poke(tp_device *dev, void *arg) {
     const world_tensor *t = arg;
@@ -157,7 +185,15 @@ static tp_status watched_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_a
 static tp_status watched_fingerprint(tp_device *dev, tp_stream stream, tp_addr addr,
                                      size_t bytes, uint32_t place, tp_error *error) {
     if (stream == dev->copy_stream[TP_COPY_TO_HOST]) write_now(dev, BEFORE_FINGERPRINT);
-    return plain_fingerprint(dev, stream, addr, bytes, place, error);
+    const bool check = stream == dev->check_stream;
+    for (int i = 0; check && i < idles_before; i++) {
+        MUST_OK(tp_sim_launch(dev, stream, idle, NULL, 1, &test_error));
+    }
+    const tp_status status = plain_fingerprint(dev, stream, addr, bytes, place, error);
+    for (int i = 0; check && i < idles_behind; i++) {
+        MUST_OK(tp_sim_launch(dev, stream, idle, NULL, 1, &test_error));
+    }
+    return status;
 }
 
 static void watch(world *w, point where, int writes) {
@@ -212,6 +248,80 @@ TEST(eviction_of_a_block_that_is_always_written_is_given_up) {
     EXPECT_EQ(world_violations(&w), 0);
 }
 
+static void *evict_first(void *arg) {
+    world *w = arg;
+    /* May be called off, by an operator or the end of the block. */
+    if (tp_evict(w->core, w->tensors[0].addr, NULL) != TP_OK) return NULL;
+    return NULL;
+}
+
+/* A check that takes long is called off: its frame, which it still reads, may not go away. */
+static void call_off_a_check(bool by_operator) {
+    world w;
+    const world_options options = quiet(test_seed());
+    open_clean(&w, &options);
+    read_back(&w, 1); /* two streams: the end of the block is marked on each of them alone */
+    world_drain(&w);
+    watch(&w, POINT_COUNT, 0);
+    idles_before = 2000;
+    const uint64_t before = stats_of(&w).fingerprints.count;
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, evict_first, &w) == 0);
+    while (stats_of(&w).fingerprints.count == before) continue;
+    if (by_operator) {
+        read_back(&w, 0);
+        EXPECT(pthread_join(thread, NULL) == 0);
+    }
+    world_free(&w, 0);
+    if (!by_operator) EXPECT(pthread_join(thread, NULL) == 0);
+    tp_core_empty_cache(w.core);
+    EXPECT_EQ(stats_of(&w).reserved.current, 0);
+    idles_before = 0;
+    for (int i = 0; i < 5000; i++) (void)tp_sim_step(w.dev);
+    MUST(world_alloc(&w, 1, 32 * TP_KIB, 0)); /* the device has not been lost */
+    EXPECT_OK(tp_evict(w.core, w.tensors[1].addr, &test_error));
+    EXPECT(!stats_of(&w).failed);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
+TEST(frame_stays_while_a_fingerprint_of_it_is_computed) {
+    call_off_a_check(false);
+    call_off_a_check(true);
+}
+
+/* The check has been computed, and is not yet known to be, when a region's kernel writes. */
+TEST(region_that_was_open_since_a_check_calls_for_another) {
+    world w;
+    const world_options options = quiet(test_seed());
+    world_open(&w, &options);
+    MUST(world_alloc(&w, 0, 16 * TP_KIB, 0));
+    MUST_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    read_back(&w, 0);
+    world_drain(&w);
+    watch(&w, POINT_COUNT, 0);
+    idles_behind = 2000;
+    tp_sim_counts before, now;
+    tp_sim_get_counts(w.dev, &before);
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, evict_first, &w) == 0);
+    do {
+        tp_sim_get_counts(w.dev, &now);
+    } while (now.fingerprints == before.fingerprints);
+    tp_region_begin(w.core);
+    tp_block_info info;
+    MUST(tp_block_query(w.core, w.tensors[0].addr, &info));
+    world_blind_write(&w, 1, 0);
+    tp_region_end(w.core);
+    EXPECT(pthread_join(thread, NULL) == 0);
+    idles_behind = 0;
+    /* Unless this thread was so late that the eviction had ended before. */
+    EXPECT_EQ(stats_of(&w).unseen_writes.count, info.host_count == 0 ? 1 : 0);
+    read_back(&w, 0);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
 /* ---- without fingerprints ------------------------------------------------------------------------ */
 
 TEST(without_fingerprints_every_eviction_copies) {
@@ -220,13 +330,26 @@ TEST(without_fingerprints_every_eviction_copies) {
         world_options options = quiet(test_seed() + i);
         options.no_fingerprints = true;
         open_clean(&w, &options);
+        /* Somebody has waited for memory: from then on uses are marked one by one. */
+        MUST(world_alloc(&w, 1, 500 * TP_KIB, 0));
+        world_free(&w, 1);
+        read_back(&w, 0);
+        world_drain(&w);
         const uint64_t before = stats_of(&w).write_backs.count;
+        const uint64_t unproven = stats_of(&w).unproven.count;
         world_idle(&w, 1, 30);
         world_blind_write(&w, 1, 0);
         EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
         EXPECT_EQ(stats_of(&w).write_backs.count, before + 2);
-        EXPECT_EQ(stats_of(&w).unproven.count, 2);
+        EXPECT_EQ(stats_of(&w).unproven.count, unproven + 2);
         EXPECT_EQ(stats_of(&w).fingerprints.count, 0);
+        read_back(&w, 0);
+        /* Also what is DIRTY, while a stream that nobody knows of is still at work on it. */
+        world_op(&w, 0, NULL, 0, 0);
+        world_drain(&w);
+        world_idle(&w, 1, 30);
+        world_blind_write(&w, 1, 0);
+        EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
         read_back(&w, 0);
         world_close(&w);
         EXPECT_EQ(world_violations(&w), 0);
