@@ -1,7 +1,10 @@
 /* Clean is verified, not believed: kernels that write without being announced, between every two
  * steps of a write-back and an eviction. */
+#define _POSIX_C_SOURCE 200809L
+
 #include <pthread.h>
 #include <string.h>
+#include <time.h>
 
 #include "base/bytes.h"
 #include "harness.h"
@@ -271,6 +274,8 @@ static void call_off_a_check(bool by_operator) {
     if (by_operator) {
         read_back(&w, 0);
         EXPECT(pthread_join(thread, NULL) == 0);
+        const struct timespec moment = {0, 3000000}; /* for the pager's thread to see it */
+        (void)nanosleep(&moment, NULL);
     }
     world_free(&w, 0);
     if (!by_operator) EXPECT(pthread_join(thread, NULL) == 0);
