@@ -87,6 +87,7 @@ struct tp_block {
     tp_link ahead_link;
     uint64_t ahead_run; /* the run of misses that brought it */
     uint64_t stamp;     /* the use clock at its last use */
+    uint64_t written;   /* the same, at its last announced write */
     uint64_t evicted_count;
     struct tp_segment *segment;
     tp_span *span;

@@ -287,7 +287,7 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     block->seen = block->tensor = (flags & TP_ALLOC_SEEN) != 0;
     block->exported = block->captured = block->slab = false;
     block->ahead = false;
-    block->stamp = ++pager->use_clock;
+    block->stamp = block->written = ++pager->use_clock;
     block->evicted_count = 0;
     block->life = TP_BLOCK_LIVE;
     tp_list_push_back(&pager->live, &block->lru);

@@ -131,9 +131,9 @@ static bool end_write_back(tp_pager *pager, tp_extent *extent) {
 
 static void note_unseen_write(tp_pager *pager, const tp_extent *extent) {
     tp_tally_add(&pager->stats.unseen_writes, extent->bytes, 0);
-    if (pager->unseen_addr != 0) return;
-    pager->unseen_addr = extent->block->addr;
-    pager->unseen_bytes = extent->block->requested_bytes;
+    if (pager->stats.unseen_addr != 0) return;
+    pager->stats.unseen_addr = extent->block->addr;
+    pager->stats.unseen_bytes = extent->block->requested_bytes;
 }
 
 /* The host frame does not hold, or is not known to hold, what the device frame holds: it is written

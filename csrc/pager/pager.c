@@ -90,12 +90,12 @@ static bool tell_first_paging(tp_pager *pager) {
 }
 
 static bool tell_unseen_write(tp_pager *pager) {
-    if (pager->told_unseen || pager->unseen_addr == 0) return false;
+    if (pager->told_unseen || pager->stats.unseen_addr == 0) return false;
     pager->told_unseen = true;
     const tp_hooks hooks = pager->hooks;
     if (hooks.unseen_write == NULL) return false;
     tp_lock_drop(&pager->lock);
-    hooks.unseen_write(hooks.ctx, pager->unseen_addr, pager->unseen_bytes);
+    hooks.unseen_write(hooks.ctx, pager->stats.unseen_addr, pager->stats.unseen_bytes);
     tp_lock_take(&pager->lock);
     return true;
 }

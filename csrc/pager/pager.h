@@ -94,9 +94,7 @@ typedef struct tp_pager {
                              in progress; 0: it was not asked to */
     bool pressure; /* somebody had to wait for memory since offload went on: reclaim ahead */
     bool paged;    /* bytes have moved to the host */
-    tp_addr unseen_addr; /* the first extent found with an unseen write; 0: none */
-    size_t unseen_bytes; /* its size */
-    bool told_unseen;
+    bool told_unseen;   /* the first unseen write has been told of */
     size_t wanted_size; /* of the frame that was waited for last */
     bool host_full;     /* no host frame could be had; cleared when one becomes free */
     uint32_t

@@ -154,6 +154,9 @@ typedef struct tp_stats {
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;
     uint64_t block_count, live_peak_count;
+    tp_addr
+        unseen_addr; /* the block of the first unseen write, and what was requested for it; 0: */
+    uint64_t unseen_bytes; /* there was none */
     size_t device_budget, host_budget, foreign_cap;
     bool armed, offload, failed;
 } tp_stats;
