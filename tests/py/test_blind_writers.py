@@ -150,7 +150,7 @@ def test_first_unseen_write_is_named_in_one_warning():
         assert len(caught) == 1
         text = str(caught[0].message)
         assert "a Tensor of shape (8, 131072), torch.float32" in text
-        assert "(4 MiB)" in text
+        assert "(4.00 MiB)" in text
         assert "torchpager.pin" in text
 
 
