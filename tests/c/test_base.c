@@ -39,7 +39,7 @@ TEST(fingerprint_tells_contents_apart) {
     static unsigned char plain[BYTES], other[BYTES];
     for (int zeros = 0; zeros < 2; zeros++) {
         for (int i = 0; i < BYTES; i++)
-            plain[i] = zeros ? 0 : (unsigned char)(i * 13 + i / 256);
+            plain[i] = (unsigned char)(zeros ? 0 : i * 13 + i / 256);
         const tp_fingerprint was = tp_fingerprint_of(plain, BYTES);
         EXPECT(tp_fingerprint_same(was, tp_fingerprint_of(plain, BYTES)));
         EXPECT(!tp_fingerprint_same(was, tp_fingerprint_of(plain, BYTES / 2)));
