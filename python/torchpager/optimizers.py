@@ -16,29 +16,28 @@ from torch.optim.optimizer import (
 
 from torchpager import _control, _core
 
-# The slots in which paging is on, by how many contexts have switched it on.
-_slots: dict[int, int] = {}
+# Who has switched paging on, and in which slot.
+_watchers: dict[object, int] = {}
 _handles: list[Any] = []
 # The clocks of uses at the beginning of the steps in progress, by optimizer.
 _begun: dict[int, dict[int, int]] = {}
 
 
-def watch(slot: int) -> None:
+def watch(owner: object, slot: int) -> None:
     """Mark what optimizers write in a slot. Under ``_control.lock``."""
+    _watchers[owner] = slot
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before))
         _handles.append(register_optimizer_step_post_hook(_after))
-    _slots[slot] = _slots.get(slot, 0) + 1
 
 
-def unwatch(slot: int) -> None:
-    """Undo one ``watch``."""
-    _slots[slot] -= 1
-    if not _slots[slot]:
-        del _slots[slot]
-    if not _slots:
+def unwatch(owner: object) -> None:
+    """Undo ``watch``, if it was done."""
+    _watchers.pop(owner, None)
+    if not _watchers:
         while _handles:
-            _handles.pop().remove()
+            _handles[-1].remove()
+            _handles.pop()
         _begun.clear()
 
 
@@ -62,7 +61,8 @@ def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _armed_slots() -> list[int]:
-    return [slot for slot in list(_slots) if _core.is_open(slot) and _core.stats(slot)["armed"]]
+    slots = set(_watchers.values())
+    return [slot for slot in slots if _core.is_open(slot) and _core.stats(slot)["armed"]]
 
 
 def _addresses(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -83,9 +83,8 @@ def _addresses(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def _forget_in_child() -> None:
     """After fork nothing pages in the child."""
-    for slot in list(_slots):
-        _slots[slot] = 1
-        unwatch(slot)
+    for owner in list(_watchers):
+        unwatch(owner)
 
 
 _control.after_fork(_forget_in_child)

@@ -253,4 +253,4 @@ def test_hooks_are_gone_when_paging_ends():
             assert len(_global_optimizer_post_hooks) == len(found) + 1
         assert len(_global_optimizer_post_hooks) == len(found) + 1
     assert found == _global_optimizer_post_hooks
-    assert not optimizers._slots
+    assert not optimizers._watchers
