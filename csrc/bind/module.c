@@ -185,15 +185,15 @@ static int slot_of(const tp_core *core) {
 /* ---- life -------------------------------------------------------------------------------- */
 
 static PyObject *core_sim_open(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device_bytes", "granularity", "large_min",
-                            "extent_max",   "strict",      "page_out_before_op",
-                            "seed",         "poison",      NULL};
+    static char *names[] = {
+        "device_bytes",       "granularity", "large_min", "extent_max", "strict",
+        "page_out_before_op", "seed",        "poison",    "readonly",   NULL};
     Py_ssize_t device_bytes = 0, granularity = 0, large_min = 0, extent_max = 0;
     unsigned long long seed = 0;
-    int strict = 0, page_out = 0, poison = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$nnnnppKp", names, &device_bytes,
+    int strict = 0, page_out = 0, poison = 1, readonly = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$nnnnppKpp", names, &device_bytes,
                                      &granularity, &large_min, &extent_max, &strict, &page_out,
-                                     &seed, &poison)) {
+                                     &seed, &poison, &readonly)) {
         return NULL;
     }
     if (device_bytes <= 0 || granularity <= 0 || large_min < 0 || extent_max < 0) {
@@ -210,6 +210,7 @@ static PyObject *core_sim_open(PyObject *module, PyObject *args, PyObject *kwarg
         .large_min_bytes = (size_t)large_min,
         .extent_max_bytes = (size_t)extent_max,
         .strict = strict != 0,
+        .readonly_clean = readonly != 0,
         .host_kernels = true,
         .page_out_before_op = page_out != 0,
     };
@@ -232,11 +233,12 @@ static PyObject *core_sim_close(PyObject *module, PyObject *unused) {
 }
 
 static PyObject *core_cuda_open(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "large_min", "extent_max", "serve_small", NULL};
-    int device, serve_small = 0;
+    static char *names[] = {"device",      "large_min", "extent_max",
+                            "serve_small", "readonly",  NULL};
+    int device, serve_small = 0, readonly = 0;
     Py_ssize_t large_min = 0, extent_max = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$nnp", names, &device, &large_min,
-                                     &extent_max, &serve_small)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$nnpp", names, &device, &large_min,
+                                     &extent_max, &serve_small, &readonly)) {
         return NULL;
     }
     if (large_min < 0 || extent_max < 0) {
@@ -247,6 +249,7 @@ static PyObject *core_cuda_open(PyObject *module, PyObject *args, PyObject *kwar
         .large_min_bytes = (size_t)large_min,
         .extent_max_bytes = (size_t)extent_max,
         .serve_small = serve_small != 0,
+        .readonly_clean = readonly != 0,
     };
     tp_error error = {0};
     tp_status status;

@@ -76,6 +76,10 @@ typedef struct tp_device_ops {
     tp_status (*map)(tp_device *dev, tp_addr addr, size_t bytes, tp_handle handle,
                      tp_error *error);
     tp_status (*unmap)(tp_device *dev, tp_addr addr, size_t bytes, tp_error *error);
+    /* Whether kernels may write through a mapping (a range that one map call mapped). Readers in
+     * progress do not notice either change; a write through a read-only mapping faults. */
+    tp_status (*protect)(tp_device *dev, tp_addr addr, size_t bytes, bool readonly,
+                         tp_error *error);
 
     /* Queues a copy on the device's own stream for that direction (copy_stream[dir]). */
     tp_status (*copy)(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src, size_t bytes,

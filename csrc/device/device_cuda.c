@@ -299,6 +299,19 @@ static tp_status cuda_unmap(tp_device *dev, tp_addr addr, size_t bytes, tp_error
     return check(error, result, "cuMemUnmap");
 }
 
+static tp_status cuda_protect(tp_device *dev, tp_addr addr, size_t bytes, bool readonly,
+                              tp_error *error) {
+    const cuda_device *cuda = cuda_of(dev);
+    const tp_cu_access access = {.location = device_location(cuda),
+                                 .flags =
+                                     readonly ? TP_CU_ACCESS_READ : TP_CU_ACCESS_READ_WRITE};
+    scope s;
+    tp_cu_result result = scope_enter(cuda, &s);
+    if (result == TP_CU_SUCCESS) result = api.cuMemSetAccess(addr, bytes, &access, 1);
+    scope_leave(&s);
+    return check(error, result, "cuMemSetAccess");
+}
+
 /* ---- copies, events, streams ------------------------------------------------------------- */
 
 static tp_status cuda_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src,
@@ -619,6 +632,7 @@ static const tp_device_ops cuda_ops = {
     .frame_destroy = cuda_frame_destroy,
     .map = cuda_map,
     .unmap = cuda_unmap,
+    .protect = cuda_protect,
     .copy = cuda_copy,
     .fingerprint = cuda_fingerprint,
     .fingerprint_read = cuda_fingerprint_read,

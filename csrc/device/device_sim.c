@@ -581,6 +581,24 @@ static tp_status sim_unmap(tp_device *dev, tp_addr addr, size_t bytes, tp_error 
     return status;
 }
 
+static tp_status sim_protect(tp_device *dev, tp_addr addr, size_t bytes, bool readonly,
+                             tp_error *error) {
+    sim_device *sim = sim_of(dev);
+    tp_status status = TP_OK;
+    tp_lock_take(&sim->lock);
+    const sim_node *node = tree_find(sim->mappings, addr);
+    if (node == NULL || node->addr != addr || node->bytes != bytes) {
+        status = tp_error_set(error, TP_INVALID, "protect at %#llx: not one whole mapping",
+                              (unsigned long long)addr);
+    } else if (mprotect(pointer_of(addr), bytes,
+                        readonly ? PROT_READ : PROT_READ | PROT_WRITE) != 0) {
+        status = tp_error_set_driver(error, TP_DEVICE_ERROR, errno, "mprotect at %#llx failed",
+                                     (unsigned long long)addr);
+    }
+    tp_lock_drop(&sim->lock);
+    return status;
+}
+
 /* ---- the clock --------------------------------------------------------------------------- */
 
 static double later(double a, double b) { return a > b ? a : b; }
@@ -1228,6 +1246,7 @@ static const tp_device_ops sim_ops = {
     .frame_destroy = sim_frame_destroy,
     .map = sim_map,
     .unmap = sim_unmap,
+    .protect = sim_protect,
     .copy = sim_copy,
     .fingerprint = sim_fingerprint,
     .fingerprint_read = sim_fingerprint_read,

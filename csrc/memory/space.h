@@ -44,6 +44,7 @@ typedef struct tp_extent {
     bool evict;   /* to be evicted as soon as the rules allow */
     bool written; /* written while WRITING */
     bool abandon; /* the fill's copy is to be forgotten */
+    bool guarded; /* its address is mapped read-only (tp_config.readonly_clean) */
     tp_marker copy;       /* the copy in flight */
     bool copying;         /* it has not been seen complete */
     tp_marker decided;    /* context-wide, recorded after deciding to change the mapping */

@@ -43,6 +43,7 @@ static void release_frames(tp_pager *pager, tp_block *block, uint32_t count) {
         if (extent->host != NULL) tp_frame_pool_put(&pager->host_frames, extent->host);
         if (extent->host != NULL) pager->host_full = false;
         extent->device = extent->host = NULL;
+        extent->guarded = false;
         extent->state = TP_EXTENT_EMPTY;
     }
 }

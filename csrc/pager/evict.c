@@ -54,6 +54,7 @@ static tp_status remap(tp_pager *pager, tp_extent *extent, tp_frame *to, tp_tall
         extent->mapped = NULL;
         tp_pager_fail(pager, back);
     }
+    if (unmapped) extent->guarded = false; /* mapped anew, also when it was mapped back */
     if (status != TP_OK) return status;
     if (from != NULL) from->map_count--;
     if (to != NULL) to->map_count++;

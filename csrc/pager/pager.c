@@ -194,6 +194,7 @@ tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev
         config->large_min_bytes != 0 ? config->large_min_bytes : 2 * TP_MIB;
     pager->offload = config->offload && dev->caps.host_frames;
     pager->strict = config->strict;
+    pager->readonly_clean = config->readonly_clean;
     pager->host_kernels = config->host_kernels;
     pager->page_out_before_op = config->page_out_before_op;
     pager->rules_off = config->rules_off;
@@ -340,6 +341,7 @@ static tp_status check_extent(const tp_extent *extent, tp_error *error) {
     const bool listed = tp_link_in_list(&extent->inflight);
     if ((moving || extent->evict || extent->place != 0) && !listed) broken = 5;
     if (extent->mapped != NULL && extent->mapped->map_count == 0) broken = 6;
+    if (!extent->busy && extent->guarded && extent->state != TP_EXTENT_CLEAN) broken = 11;
     if (broken == 0) return TP_OK;
     return tp_error_set(error, TP_FAILED, "invariant %d is broken by an extent in %s", broken,
                         tp_extent_state_name(extent->state));

@@ -80,7 +80,7 @@ typedef struct tp_pager {
 
     tp_hooks hooks;
     size_t large_min_bytes;
-    bool offload, strict, host_kernels, page_out_before_op;
+    bool offload, strict, readonly_clean, host_kernels, page_out_before_op;
     uint32_t rules_off;
     uint32_t region_depth, capture_depth;
     tp_marker region_end; /* context-wide, recorded when the last region closed */

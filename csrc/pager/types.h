@@ -58,6 +58,9 @@ typedef struct tp_config {
         host_kernels; /* kernels run on the calling thread while the operator is in progress (CPU
                           tensors): no marker covers one that began before the hook was armed, so
                           the hook is armed as soon as offload is on */
+    bool
+        readonly_clean; /* debugging: CLEAN extents are mapped read-only, so that a write nobody
+                            announced faults where it stands. Slower */
     bool page_out_before_op; /* tests: everything evictable is evicted before each operator */
     bool serve_small;        /* requests below large_min share blocks (the pluggable door);
                                    else each gets a block of its own */

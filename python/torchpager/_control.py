@@ -244,6 +244,15 @@ def on_first_paging(slot: int) -> None:
     )
 
 
+def debug(what: str) -> bool:
+    """Return whether ``TORCHPAGER_DEBUG``, a list with commas, asks for something.
+
+    ``readonly``: what is unchanged since it was copied to the host is mapped read-only, so that
+    a write that no operator announces faults where it stands.
+    """
+    return what in os.environ.get("TORCHPAGER_DEBUG", "").split(",")
+
+
 def on_unseen_write(slot: int) -> None:
     """Warn once that something writes without an operator."""
     if not _core.is_open(slot):

@@ -27,6 +27,7 @@ def sim_open(
     page_out_before_op: bool,
     seed: int,
     poison: bool = True,
+    readonly: bool = False,
 ) -> None:
     """Create the simulated device and its core at SIM_SLOT. CoreError("BUSY") if one is open."""
 
@@ -34,7 +35,12 @@ def sim_close() -> bool:
     """Destroy the simulated core if no block of it is alive. False: blocks are alive, it stays."""
 
 def cuda_open(
-    device: int, *, large_min: int = 0, extent_max: int = 0, serve_small: bool = False
+    device: int,
+    *,
+    large_min: int = 0,
+    extent_max: int = 0,
+    serve_small: bool = False,
+    readonly: bool = False,
 ) -> None:
     """Create the core of a CUDA device. CoreError("UNSUPPORTED") with the reason."""
 

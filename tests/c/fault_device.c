@@ -27,6 +27,7 @@ static const struct {
     [FAULT_HOST_FRAME] = {"frame_create(host)", TP_NO_HOST_MEMORY},
     [FAULT_MAP] = {"map", TP_DEVICE_ERROR},
     [FAULT_UNMAP] = {"unmap", TP_DEVICE_ERROR},
+    [FAULT_PROTECT] = {"protect", TP_DEVICE_ERROR},
     [FAULT_COPY] = {"copy", TP_DEVICE_ERROR},
     [FAULT_FINGERPRINT] = {"fingerprint", TP_DEVICE_ERROR},
     [FAULT_EVENT_CREATE] = {"event_create", TP_NO_HOST_MEMORY},
@@ -104,6 +105,13 @@ static tp_status fault_unmap(tp_device *dev, tp_addr addr, size_t bytes, tp_erro
     const tp_status status = fault_check(dev, FAULT_UNMAP, error);
     if (status != TP_OK) return status;
     return inner_of(dev)->ops->unmap(inner_of(dev), addr, bytes, error);
+}
+
+static tp_status fault_protect(tp_device *dev, tp_addr addr, size_t bytes, bool readonly,
+                               tp_error *error) {
+    const tp_status status = fault_check(dev, FAULT_PROTECT, error);
+    if (status != TP_OK) return status;
+    return inner_of(dev)->ops->protect(inner_of(dev), addr, bytes, readonly, error);
 }
 
 static tp_status fault_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src,
@@ -190,6 +198,7 @@ static const tp_device_ops fault_ops = {
     .frame_destroy = fault_frame_destroy,
     .map = fault_map,
     .unmap = fault_unmap,
+    .protect = fault_protect,
     .copy = fault_copy,
     .fingerprint = fault_fingerprint,
     .fingerprint_read = fault_fingerprint_read,

@@ -23,6 +23,7 @@ typedef enum fault_call {
     FAULT_HOST_FRAME,
     FAULT_MAP,
     FAULT_UNMAP,
+    FAULT_PROTECT,
     FAULT_COPY,
     FAULT_FINGERPRINT,
     FAULT_EVENT_CREATE,

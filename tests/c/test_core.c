@@ -348,6 +348,7 @@ TEST(schedules_agree_with_the_model) {
         options.fixed_sizes = i % 2 == 0;
         options.blind_writers = i % 3 == 1;
         options.no_fingerprints = i % 8 == 5;
+        options.readonly_clean = i % 4 == 3 && !options.blind_writers;
         if (options.strict) options.host_bytes = 8 * TP_MIB;
         run_schedule(&options, 60, &violations);
     }

@@ -646,6 +646,26 @@ CONTRACT(threads_use_the_device_side_by_side) {
     }
 }
 
+/* ---- access ------------------------------------------------------------------------------ */
+
+CONTRACT(read_only_mapping_is_read_and_its_frame_is_written_elsewhere) {
+    const size_t unit = be->unit;
+    const tp_addr base = range_open(be, 2 * unit);
+    const tp_handle frame = frame_open(be, TP_FRAME_DEVICE, unit);
+    map(be, base, unit, frame);
+    map(be, base + unit, unit, frame);
+    MUST_OK(be->dev->ops->protect(be->dev, base, unit, true, &test_error));
+    fill(be, base + unit, unit, 91); /* another mapping of the frame is as it was */
+    EXPECT(holds(be, base, unit, 91));
+    MUST_OK(be->dev->ops->protect(be->dev, base, unit, false, &test_error));
+    fill(be, base, unit, 92);
+    EXPECT(holds(be, base + unit, unit, 92));
+    unmap(be, base, unit);
+    unmap(be, base + unit, unit);
+    frame_close(be, TP_FRAME_DEVICE, frame, unit);
+    range_close(be, base, 2 * unit);
+}
+
 /* ---- fingerprints ------------------------------------------------------------------------ */
 
 static tp_fingerprint fingerprint(const backend *be, tp_stream stream, tp_addr addr,

@@ -3,6 +3,7 @@
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
+#include <signal.h>
 #include <string.h>
 #include <time.h>
 
@@ -323,6 +324,59 @@ TEST(region_that_was_open_since_a_check_calls_for_another) {
     /* Unless this thread was so late that the eviction had ended before. */
     EXPECT_EQ(stats_of(&w).unseen_writes.count, info.host_count == 0 ? 1 : 0);
     read_back(&w, 0);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
+/* ---- who says so --------------------------------------------------------------------------------- */
+
+TEST(marked_block_is_copied_and_one_that_operators_wrote_is_left_alone) {
+    world w;
+    const world_options options = quiet(test_seed());
+    open_clean(&w, &options);
+    const uint64_t before = tp_use_clock(w.core);
+    world_blind_write(&w, 1, 0);
+    const tp_addr addrs[] = {8, w.tensors[0].addr};
+    tp_mark_written(w.core, addrs, 2, before);
+    tp_block_info info;
+    MUST(tp_block_query(w.core, w.tensors[0].addr, &info));
+    EXPECT_EQ(info.dirty_count, 2);
+    EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    EXPECT_EQ(stats_of(&w).unseen_writes.count, 0);
+    world_op(&w, 0, NULL, 0, 0); /* announced */
+    EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    read_back(&w, 0);
+    tp_mark_written(w.core, addrs, 2, before);
+    MUST(tp_block_query(w.core, w.tensors[0].addr, &info));
+    EXPECT_EQ(info.clean_count, 2);
+    tp_mark_written(w.core, addrs, 2, tp_use_clock(w.core));
+    MUST(tp_block_query(w.core, w.tensors[0].addr, &info));
+    EXPECT_EQ(info.dirty_count, 2);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
+static void write_blindly(void *arg) {
+    const world_tensor *t = arg;
+    *(volatile uint64_t *)(uintptr_t)(t->addr + 16384) = 1;
+}
+
+TEST(clean_block_is_read_only_if_asked_for) {
+    world w;
+    world_options options = quiet(test_seed());
+    options.readonly_clean = true;
+    open_clean(&w, &options);
+    EXPECT(test_ends_by_signal(SIGSEGV, write_blindly, &w.tensors[0]));
+    world_op(&w, 0, NULL, 0, 0); /* an announced write makes it writable first */
+    world_drain(&w);
+    world_blind_write(&w, 0, 0);
+    world_drain(&w);
+    EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    world_blind_write(&w, 0, 0); /* in HOST */
+    read_back(&w, 0);
+    world_drain(&w);
+    world_free(&w, 0); /* what comes next at the address is writable */
+    MUST(world_alloc(&w, 1, 32 * TP_KIB, 0));
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }

@@ -422,6 +422,23 @@ TEST(missing_mapping_is_seen_by_kernels_and_kills_raw_access) {
     dev->ops->destroy(dev);
 }
 
+static void write_one(void *arg) { *(volatile uint64_t *)arg = 1; }
+
+TEST(write_through_a_read_only_mapping_faults) {
+    tp_device *dev = sim_open_seed(test_seed());
+    const frame_pair pair = pair_open(dev, TP_MIB);
+    void *at = (void *)(uintptr_t)pair.device_addr;
+    MUST_OK(dev->ops->protect(dev, pair.device_addr, pair.bytes, true, &test_error));
+    EXPECT_EQ(*(volatile unsigned char *)at, 0xDB);
+    EXPECT(test_ends_by_signal(SIGSEGV, write_one, at));
+    MUST_OK(dev->ops->protect(dev, pair.device_addr, pair.bytes, false, &test_error));
+    write_one(at);
+    EXPECT_STATUS(dev->ops->protect(dev, pair.device_addr, GRANULE, true, &test_error),
+                  TP_INVALID);
+    pair_close(dev, &pair);
+    dev->ops->destroy(dev);
+}
+
 TEST(copy_that_meets_an_unmapped_address_loses_the_device) {
     tp_device *dev = sim_open_seed(0);
     const frame_pair pair = pair_open(dev, GRANULE);

@@ -161,6 +161,7 @@ void world_open(world *w, const world_options *options) {
                               .segment_bytes = 256 * TP_MIB,
                               .offload = options->offload,
                               .strict = options->strict,
+                              .readonly_clean = options->readonly_clean,
                               .rules_off = options->rules_off};
     MUST_OK(tp_core_create(&config, w->dev, &w->core, &test_error));
     open_streams(w);

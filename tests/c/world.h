@@ -31,7 +31,7 @@ typedef struct world_options {
     bool fixed_sizes; /* every tensor has two extents */
     int copy_idles;   /* idle work before each copy; 0: before some */
     bool gentle;      /* the simulated device as it is */
-    bool no_fingerprints;
+    bool no_fingerprints, readonly_clean;
     bool blind_writers; /* some kernels write without being announced */
 } world_options;
 

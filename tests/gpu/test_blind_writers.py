@@ -5,6 +5,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import torchpager
+from conftest import Script
 from torchpager import testing
 
 MIB = 1 << 20
@@ -81,23 +83,23 @@ def address(tensor: torch.Tensor) -> int:
     return torch._C.TensorBase.data_ptr(tensor)
 
 
+def launch_add(kernel: Kernel, p: torch.Tensor, q: torch.Tensor, factor: float) -> None:
+    """Launch ``p += q * factor``."""
+    count = p.numel()
+    kernel(
+        -(-count // 256),
+        256,
+        ctypes.c_uint64(address(p)),
+        ctypes.c_uint64(address(q)),
+        ctypes.c_float(factor),
+        ctypes.c_uint32(count),
+    )
+
+
 @pytest.fixture(scope="module")
 def add() -> Callable[[torch.Tensor, torch.Tensor, float], None]:
     """Return ``p += q * factor``, blind."""
-    kernel = Kernel(ADD_PTX, "add")
-
-    def call(p: torch.Tensor, q: torch.Tensor, factor: float) -> None:
-        count = p.numel()
-        kernel(
-            -(-count // 256),
-            256,
-            ctypes.c_uint64(address(p)),
-            ctypes.c_uint64(address(q)),
-            ctypes.c_float(factor),
-            ctypes.c_uint32(count),
-        )
-
-    return call
+    return partial(launch_add, Kernel(ADD_PTX, "add"))
 
 
 @pytest.fixture
@@ -214,6 +216,31 @@ def test_blind_optimizer_gives_the_same_bits_at_a_small_budget(
         found = trained(add)
         assert torchpager.stats().evictions.count > 0
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+READONLY = """
+import sys
+import torch, torchpager
+sys.path.insert(0, "tests/gpu")
+from test_blind_writers import ADD_PTX, Kernel, brought_back, launch_add
+
+with torchpager.budget("1 GiB"), torchpager.auto_offload():
+    ones = torch.ones(1 << 24, device="cuda")
+    target = brought_back(torch.zeros(1 << 24, device="cuda"))
+    target.add_(1)  # announced: writable again
+    torch.cuda.synchronize()
+    brought_back(target)
+    print("so far", flush=True)
+    launch_add(Kernel(ADD_PTX, "add"), target, ones, 1.0)
+    torch.cuda.synchronize()
+"""
+
+
+def test_debug_mode_stops_a_blind_kernel_where_it_stands(python: Script) -> None:
+    out = python("-c", READONLY, code=None, TORCHPAGER_DEBUG="readonly")
+    assert "so far" in out
+    assert "illegal memory access" in out
+    assert "illegal memory access" not in python("-c", READONLY, TORCHPAGER_DEBUG="")
 
 
 # -- cost ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import subprocess
 import time
 import warnings
@@ -152,6 +153,44 @@ def test_first_unseen_write_is_named_in_one_warning():
         assert "a Tensor of shape (8, 131072), torch.float32" in text
         assert "(4.00 MiB)" in text
         assert "torchpager.pin" in text
+
+
+READONLY = """
+import ctypes, sys, torch, torchpager
+from torchpager import testing
+
+with torchpager.simulate("64 MiB", granularity="64 KiB"), torchpager.auto_offload():
+    x = torch.ones(1 << 18)
+    pointer = torch._C.TensorBase.data_ptr(x)
+    testing.evict(x)
+    x.sum()
+    x.add_(1)  # announced
+    ctypes.memset(pointer, 0, 8)
+    testing.evict(x)
+    assert x.sum().item() == 2 * ((1 << 18) - 2)  # clean again
+    print("so far", flush=True)
+    if sys.argv[1] == "blind":
+        ctypes.memset(pointer, 0, 8)
+    else:
+        x.zero_()
+    print("done", flush=True)
+    del x
+"""
+
+
+@pytest.mark.parametrize(
+    ("debug", "who", "code"),
+    [
+        ("readonly", "blind", -signal.SIGSEGV),
+        ("readonly", "announced", 0),
+        ("", "blind", 0),
+    ],
+)
+def test_debug_mode_stops_a_blind_writer_where_it_stands(run_python, debug, who, code):
+    environment = os.environ | {"TORCHPAGER_DEBUG": debug}
+    done = run_python("-c", READONLY, who, check=False, env=environment)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ("so far\n" if code else "so far\ndone\n")
 
 
 # -- optimizers --------------------------------------------------------------------------------
