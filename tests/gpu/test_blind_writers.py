@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import torchpager
-from conftest import Script
 from torchpager import testing
 
 MIB = 1 << 20
@@ -236,7 +235,7 @@ with torchpager.budget("1 GiB"), torchpager.auto_offload():
 """
 
 
-def test_debug_mode_stops_a_blind_kernel_where_it_stands(python: Script) -> None:
+def test_debug_mode_stops_a_blind_kernel_where_it_stands(python: Callable[..., str]) -> None:
     out = python("-c", READONLY, code=None, TORCHPAGER_DEBUG="readonly")
     assert "so far" in out
     assert "illegal memory access" in out
