@@ -40,7 +40,7 @@ typedef void *tp_event;     /* owned by the device that created it; NULL is none
 typedef enum tp_frame_kind { TP_FRAME_DEVICE, TP_FRAME_HOST } tp_frame_kind;
 typedef enum tp_copy_dir { TP_COPY_TO_HOST, TP_COPY_TO_DEVICE } tp_copy_dir;
 
-enum { TP_PLACES = 16 }; /* where fingerprints are left for the host, numbered from 0 */
+enum { TP_PLACES = 8 }; /* where fingerprints are left for the host, numbered from 0 */
 
 typedef struct tp_device_caps {
     const char *name;         /* "cuda" or "sim"; static */

@@ -135,6 +135,18 @@ def test_what_nobody_wrote_is_evicted_without_a_copy():
     assert after.unseen_writes.count == after.unproven.count == 0
 
 
+@pytest.mark.usefixtures("paging")
+def test_status_says_whether_contents_are_compared(monkeypatch):
+    status = torchpager.status()
+    assert status.verified
+    assert status.reasons == ()
+    caps = _core.caps(_core.SIM_SLOT) | {"fingerprints": False, "no_fingerprints": "too old"}
+    monkeypatch.setattr(_core, "caps", lambda _: caps)
+    status = torchpager.status()
+    assert not status.verified
+    assert status.reasons == ("every eviction copies: too old",)
+
+
 def test_first_unseen_write_is_named_in_one_warning():
     with torchpager.simulate("64 MiB"), torchpager.auto_offload():
         tensor = torch.ones(8, 128 << 10)
