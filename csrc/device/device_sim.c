@@ -815,16 +815,30 @@ static void finish_locked(sim_device *sim, sim_item *item) {
     item_recycle_locked(sim, item);
 }
 
-/* Runs one item. False: none may run now. Releases the lock while the item runs. */
-static bool step_locked(sim_device *sim) {
+/* Runs one item; *heavy: a kernel or a copy. False: none may run now. Releases the lock while the
+ * item runs. */
+static bool run_one_locked(sim_device *sim, bool *heavy) {
     sim_stream *stream = pick_locked(sim);
     if (stream == NULL) return false;
     sim_item *item = head_of(stream);
+    *heavy = item->kind == ITEM_KERNEL || item->kind == ITEM_COPY;
     begin_locked(sim, stream, item);
     run_unlocked(sim, item);
     finish_locked(sim, item);
     tp_cond_broadcast(&sim->finished);
     return true;
+}
+
+static bool step_locked(sim_device *sim) {
+    bool heavy;
+    return run_one_locked(sim, &heavy);
+}
+
+/* What a look at a record does for the device's progress: one kernel or copy, and what of markers and
+ * fingerprints, which take next to no time, comes before it. */
+static void progress_locked(sim_device *sim, const sim_record *record) {
+    bool heavy = false;
+    while (!heavy && record->pending_count != 0 && run_one_locked(sim, &heavy)) continue;
 }
 
 /* Reaches the records and waits at the heads of all streams. A program that records markers and
@@ -1066,9 +1080,7 @@ static tp_status sim_event_query(tp_device *dev, tp_event event, bool *done, tp_
     tp_lock_take(&sim->lock);
     sim_record *record = asked->latest;
     if (record != NULL) record->ref_count++;
-    if (record != NULL && record->pending_count != 0 && !sim->options.manual) {
-        (void)step_locked(sim);
-    }
+    if (record != NULL && !sim->options.manual) progress_locked(sim, record);
     if (sim->lost) {
         status = lost_status(sim, error);
     } else {
