@@ -12,6 +12,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 
 CLANG_FORMAT_VERSION = 20.1.8
+PTX_ARCHS = sm_75 sm_80 sm_90
 BUILD_TOOLS = "setuptools>=68" wheel numpy nvidia-ml-py
 TEST_TOOLS = pytest pytest-timeout hypothesis coverage rich matplotlib accelerate lightning
 LINT_TOOLS = ruff mypy clang-format==$(CLANG_FORMAT_VERSION)
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build demo test test-c test-py test-gpu bench fault stress asan tsan lint \
-        format types cover docs check clean
+        format types cover docs ptx check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -96,6 +97,21 @@ cover: build ## line coverage of the Python package
 
 docs: $(STAMP) ## links and code blocks of the Markdown files
 	$(PY) docs/check.py
+
+ptx: ## after a change of csrc/device/fingerprint.cu, on a machine with nvcc: its text anew
+	@mkdir -p build
+	nvcc -ptx -O3 -std=c++17 -arch=compute_75 -o build/fingerprint.ptx csrc/device/fingerprint.cu
+	sed -i -e '/^\/\//d; /^$$/d; s/^\.version .*/.version 6.3/; s/^\.target .*/.target sm_70/' \
+	    -e 's/[[:space:]]*\/\/.*$$//' build/fingerprint.ptx
+	for arch in $(PTX_ARCHS); do ptxas -arch=$$arch -o /dev/null build/fingerprint.ptx || exit 1; done
+	{ echo '/* Made by `make ptx` from device/fingerprint.cu; do not edit. sm_70: any later device can run it. */'; \
+	  echo '/* clang-format off */'; \
+	  echo '#ifndef TP_DEVICE_FINGERPRINT_PTX_H'; \
+	  echo '#define TP_DEVICE_FINGERPRINT_PTX_H'; \
+	  echo 'static const char fingerprint_ptx[] ='; \
+	  sed -e 's/\\/\\\\/g; s/"/\\"/g; s/\t/ /g; s/^/    "/; s/$$/\\n"/' build/fingerprint.ptx; \
+	  echo '    ;'; \
+	  echo '#endif'; } >csrc/device/fingerprint_ptx.h
 
 check: lint types docs test asan tsan fault ## everything that must pass before a commit
 

@@ -301,6 +301,27 @@ tp_status tp_touch(tp_core *core, tp_addr addr, bool write, tp_stream stream, tp
                            : tp_error_set(error, status, "no live block holds the address");
 }
 
+void tp_mark_written(tp_core *core, const tp_addr *addrs, size_t count, uint64_t since) {
+    tp_pager *pager = enter(core);
+    for (size_t i = 0; i < count && !pager->abandoned; i++) {
+        tp_block *block = tp_block_live(pager, addrs[i]);
+        if (block == NULL || block->written > since) continue;
+        for (uint32_t k = 0; k < block->extent_count; k++) {
+            /* A busy one has been verified: its mapping is what changes now. */
+            tp_extent *extent = &block->extents[k];
+            if (!extent->busy) tp_extent_mark_written(pager, extent);
+        }
+    }
+    leave(pager);
+}
+
+uint64_t tp_use_clock(tp_core *core) {
+    tp_pager *pager = enter(core);
+    const uint64_t clock = pager->use_clock;
+    leave(pager);
+    return clock;
+}
+
 void tp_mark_seen(tp_core *core, tp_addr addr) {
     tp_pager *pager = enter(core);
     tp_block *block = tp_block_live(pager, addr);
@@ -433,11 +454,12 @@ void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
         stats->live_peak_count = stats->block_count;
     }
     if (totals) {
-        tp_tally *const tallies[] = {&stats->fills,         &stats->write_backs,
-                                     &stats->evictions,     &stats->misses,
-                                     &stats->stalls,        &stats->host_operators,
-                                     &stats->memory_stalls, &stats->discards,
-                                     &stats->frame_creates, &stats->frame_releases};
+        tp_tally *const tallies[] = {
+            &stats->fills,         &stats->write_backs,  &stats->evictions,
+            &stats->misses,        &stats->stalls,       &stats->host_operators,
+            &stats->memory_stalls, &stats->discards,     &stats->unseen_writes,
+            &stats->unproven,      &stats->fingerprints, &stats->frame_creates,
+            &stats->frame_releases};
         for (size_t i = 0; i < sizeof tallies / sizeof tallies[0]; i++)
             *tallies[i] = (tp_tally){0};
         stats->alloc_count = stats->free_count = stats->cache_hits = 0;

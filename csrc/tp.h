@@ -107,6 +107,11 @@ TP_API void tp_op_fini(tp_op *op);
 /* One access outside any operator: resident (or readable in HOST), and, with write, dirty. */
 TP_API TP_MUST_USE tp_status tp_touch(tp_core *core, tp_addr addr, bool write, tp_stream stream,
                                       tp_error *error);
+/* Blocks have been written by somebody who announced nothing, since the clock of uses was `since`:
+ * what an operator has been seen to write later than that is left as it is. Addresses that are not
+ * ours: nothing. Moves nothing; never waits. */
+TP_API void tp_mark_written(tp_core *core, const tp_addr *addrs, size_t count, uint64_t since);
+TP_API uint64_t tp_use_clock(tp_core *core);
 /* Marks a block as seen: it is a tensor, in use just now. */
 TP_API void tp_mark_seen(tp_core *core, tp_addr addr);
 

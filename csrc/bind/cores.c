@@ -17,6 +17,7 @@ static slot_state slots[TP_SLOT_MAX];
 static _Atomic(const tp_bind_operators *) operators_part;
 static _Atomic(tp_stream (*)(int)) current_stream_part;
 static _Atomic(void (*)(int)) first_paging_part;
+static _Atomic(void (*)(int)) unseen_write_part;
 /* Serialises opening, closing and the composition of hooks; never held across a wait. */
 static pthread_mutex_t cores_mutex = PTHREAD_MUTEX_INITIALIZER;
 
@@ -66,6 +67,14 @@ static void hook_first_paging(void *ctx) {
     if (callback != NULL) callback(((slot_state *)ctx)->slot);
 }
 
+/* Which block it was is in the statistics. */
+static void hook_unseen_write(void *ctx, tp_addr addr, size_t bytes) {
+    (void)addr;
+    (void)bytes;
+    void (*callback)(int) = atomic_load(&unseen_write_part);
+    if (callback != NULL) callback(((slot_state *)ctx)->slot);
+}
+
 static size_t hook_foreign_cap(void *ctx, size_t cap_bytes) {
     slot_state *state = ctx;
     const tp_bind_foreign *foreign = atomic_load(&state->foreign);
@@ -94,6 +103,7 @@ static tp_hooks compose(int slot) {
         .collect = hook_collect,
         .arm = hook_arm,
         .first_paging = hook_first_paging,
+        .unseen_write = hook_unseen_write,
     };
     if (atomic_load(&state->foreign) != NULL) {
         hooks.foreign_cap = hook_foreign_cap;
@@ -135,6 +145,10 @@ tp_stream tp_bind_current_stream(int slot) {
 
 void tp_bind_set_first_paging(void (*callback)(int slot)) {
     atomic_store(&first_paging_part, callback);
+}
+
+void tp_bind_set_unseen_write(void (*callback)(int slot)) {
+    atomic_store(&unseen_write_part, callback);
 }
 
 /* ---- opening and closing ----------------------------------------------------------------- */

@@ -49,9 +49,10 @@ TP_API void tp_bind_set_current_stream(tp_stream (*current_stream)(int slot));
 TP_API tp_stream tp_bind_current_stream(int slot);
 /* `callback` must not wait for the GIL: it is called on a pager's thread. */
 void tp_bind_set_first_paging(void (*callback)(int slot));
+void tp_bind_set_unseen_write(void (*callback)(int slot));
 
 /* Creates the core of CUDA device `slot` and registers it. TP_BUSY if there is one. Config:
- * only large_min_bytes, extent_max_bytes and serve_small are read. */
+ * only large_min_bytes, extent_max_bytes, serve_small and readonly_clean are read. */
 TP_MUST_USE tp_status tp_bind_open_cuda(int slot, const tp_config *config, tp_error *error);
 /* The same for the simulated device, at TP_SLOT_SIM; strict and page_out_before_op are read
  * too. */

@@ -15,7 +15,8 @@
 
 typedef struct module_state {
     PyObject *core_error;   /* the exception class */
-    PyObject *first_paging; /* the callback or NULL */
+    PyObject *first_paging; /* a callback or NULL */
+    PyObject *unseen_write; /* likewise */
 } module_state;
 
 static module_state *state_of(PyObject *module) {
@@ -184,15 +185,15 @@ static int slot_of(const tp_core *core) {
 /* ---- life -------------------------------------------------------------------------------- */
 
 static PyObject *core_sim_open(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device_bytes", "granularity", "large_min",
-                            "extent_max",   "strict",      "page_out_before_op",
-                            "seed",         "poison",      NULL};
+    static char *names[] = {
+        "device_bytes",       "granularity", "large_min", "extent_max", "strict",
+        "page_out_before_op", "seed",        "poison",    "readonly",   NULL};
     Py_ssize_t device_bytes = 0, granularity = 0, large_min = 0, extent_max = 0;
     unsigned long long seed = 0;
-    int strict = 0, page_out = 0, poison = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$nnnnppKp", names, &device_bytes,
+    int strict = 0, page_out = 0, poison = 1, readonly = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$nnnnppKpp", names, &device_bytes,
                                      &granularity, &large_min, &extent_max, &strict, &page_out,
-                                     &seed, &poison)) {
+                                     &seed, &poison, &readonly)) {
         return NULL;
     }
     if (device_bytes <= 0 || granularity <= 0 || large_min < 0 || extent_max < 0) {
@@ -209,6 +210,7 @@ static PyObject *core_sim_open(PyObject *module, PyObject *args, PyObject *kwarg
         .large_min_bytes = (size_t)large_min,
         .extent_max_bytes = (size_t)extent_max,
         .strict = strict != 0,
+        .readonly_clean = readonly != 0,
         .host_kernels = true,
         .page_out_before_op = page_out != 0,
     };
@@ -231,11 +233,12 @@ static PyObject *core_sim_close(PyObject *module, PyObject *unused) {
 }
 
 static PyObject *core_cuda_open(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "large_min", "extent_max", "serve_small", NULL};
-    int device, serve_small = 0;
+    static char *names[] = {"device",      "large_min", "extent_max",
+                            "serve_small", "readonly",  NULL};
+    int device, serve_small = 0, readonly = 0;
     Py_ssize_t large_min = 0, extent_max = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$nnp", names, &device, &large_min,
-                                     &extent_max, &serve_small)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$nnpp", names, &device, &large_min,
+                                     &extent_max, &serve_small, &readonly)) {
         return NULL;
     }
     if (large_min < 0 || extent_max < 0) {
@@ -246,6 +249,7 @@ static PyObject *core_cuda_open(PyObject *module, PyObject *args, PyObject *kwar
         .large_min_bytes = (size_t)large_min,
         .extent_max_bytes = (size_t)extent_max,
         .serve_small = serve_small != 0,
+        .readonly_clean = readonly != 0,
     };
     tp_error error = {0};
     tp_status status;
@@ -288,6 +292,8 @@ static PyObject *core_caps(PyObject *module, PyObject *args) {
     bad |= put_bool(dict, "host_frames", caps->host_frames);
     bad |= put_bool(dict, "shared_frames", caps->shared_frames);
     bad |= put_bool(dict, "context_marker", caps->context_marker);
+    bad |= put_bool(dict, "fingerprints", caps->fingerprints);
+    bad |= put_text(dict, "no_fingerprints", caps->no_fingerprints);
     return finish_dict(dict, bad);
 }
 
@@ -473,6 +479,34 @@ static PyObject *core_export(PyObject *module, PyObject *arg) {
     return none_or_error(module, status, &error);
 }
 
+static PyObject *core_use_clock(PyObject *module, PyObject *args) {
+    int slot;
+    if (!PyArg_ParseTuple(args, "i", &slot)) return NULL;
+    tp_core *core = core_at(module, slot);
+    if (core == NULL) return NULL;
+    return PyLong_FromUnsignedLongLong(tp_use_clock(core));
+}
+
+static PyObject *core_mark_written(PyObject *module, PyObject *args) {
+    int slot;
+    PyObject *list;
+    unsigned long long since;
+    if (!PyArg_ParseTuple(args, "iO!K", &slot, &PyList_Type, &list, &since)) return NULL;
+    tp_core *core = core_at(module, slot);
+    if (core == NULL) return NULL;
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    tp_addr *addrs = PyMem_Malloc((size_t)(count + 1) * sizeof *addrs);
+    if (addrs == NULL) return PyErr_NoMemory();
+    bool good = true;
+    for (Py_ssize_t i = 0; good && i < count; i++) {
+        good = addr_from_py(PyList_GET_ITEM(list, i), &addrs[i]);
+    }
+    if (good) tp_mark_written(core, addrs, (size_t)count, since);
+    PyMem_Free(addrs);
+    if (!good) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *core_mark_seen(PyObject *module, PyObject *arg) {
     tp_addr addr;
     tp_core *core = core_owning(module, arg, &addr);
@@ -572,6 +606,9 @@ static int put_tallies(PyObject *dict, const tp_stats *stats) {
     bad |= put_tally(dict, "stalls", &stats->stalls);
     bad |= put_tally(dict, "memory_stalls", &stats->memory_stalls);
     bad |= put_tally(dict, "host_operators", &stats->host_operators);
+    bad |= put_tally(dict, "unseen_writes", &stats->unseen_writes);
+    bad |= put_tally(dict, "unproven", &stats->unproven);
+    bad |= put_tally(dict, "fingerprints", &stats->fingerprints);
     bad |= put_tally(dict, "discards", &stats->discards);
     bad |= put_tally(dict, "frame_creates", &stats->frame_creates);
     bad |= put_tally(dict, "frame_releases", &stats->frame_releases);
@@ -590,6 +627,8 @@ static int put_counts(PyObject *dict, const tp_stats *stats) {
     bad |= put_u64(dict, "regions_closed", stats->regions_closed);
     bad |= put_u64(dict, "region_count", stats->region_count);
     bad |= put_u64(dict, "region_waits", stats->region_waits);
+    bad |= put_u64(dict, "unseen_addr", stats->unseen_addr);
+    bad |= put_u64(dict, "unseen_bytes", stats->unseen_bytes);
     bad |= put(dict, "device_budget", limit_to_py(stats->device_budget));
     bad |= put(dict, "host_budget", limit_to_py(stats->host_budget));
     bad |= put(dict, "foreign_cap", limit_to_py(stats->foreign_cap));
@@ -649,42 +688,67 @@ static PyObject *core_sim_fd(PyObject *module, PyObject *args) {
     return PyLong_FromLong(tp_sim_fd(tp_core_device(core), frame_kind));
 }
 
-/* ---- the first-paging callback ----------------------------------------------------------- */
+/* ---- callbacks --------------------------------------------------------------------------- */
 
 /* On the main thread, with the GIL. The module is looked up again: no reference to it is held
  * outside the interpreter. */
-static int run_first_paging(void *arg) {
+static int run_callback(void *slot, PyObject *(*which)(const module_state *state)) {
     PyObject *module = PyImport_ImportModule("torchpager._core");
     if (module == NULL) {
         PyErr_Clear();
         return 0;
     }
-    PyObject *callback = Py_XNewRef(state_of(module)->first_paging);
+    PyObject *callback = Py_XNewRef(which(state_of(module)));
     Py_DECREF(module);
     if (callback == NULL) return 0;
-    PyObject *answer = PyObject_CallFunction(callback, "n", (Py_ssize_t)(intptr_t)arg);
+    PyObject *answer = PyObject_CallFunction(callback, "n", (Py_ssize_t)(intptr_t)slot);
     if (answer == NULL) PyErr_WriteUnraisable(callback);
     Py_XDECREF(answer);
     Py_DECREF(callback);
     return 0;
 }
 
+static PyObject *first_paging_of(const module_state *state) { return state->first_paging; }
+
+static PyObject *unseen_write_of(const module_state *state) { return state->unseen_write; }
+
+static int run_first_paging(void *slot) { return run_callback(slot, first_paging_of); }
+
+static int run_unseen_write(void *slot) { return run_callback(slot, unseen_write_of); }
+
 static void queue_first_paging(int slot) {
     if (!Py_IsInitialized()) return;
     (void)Py_AddPendingCall(run_first_paging, (void *)(intptr_t)slot);
 }
 
-static PyObject *core_on_first_paging(PyObject *module, PyObject *callback) {
+static void queue_unseen_write(int slot) {
+    if (!Py_IsInitialized()) return;
+    (void)Py_AddPendingCall(run_unseen_write, (void *)(intptr_t)slot);
+}
+
+/* Keeps the callback, or none when it is None. */
+static bool keep_callback(PyObject **at, PyObject *callback) {
     if (callback != Py_None && !PyCallable_Check(callback)) {
         PyErr_SetString(PyExc_TypeError, "the callback must be callable or None");
-        return NULL;
+        return false;
     }
-    PyObject *kept = callback == Py_None ? NULL : Py_NewRef(callback);
-    module_state *state = state_of(module);
-    PyObject *old = state->first_paging;
-    state->first_paging = kept;
+    PyObject *old = *at;
+    *at = callback == Py_None ? NULL : Py_NewRef(callback);
     Py_XDECREF(old);
-    tp_bind_set_first_paging(kept == NULL ? NULL : queue_first_paging);
+    return true;
+}
+
+static PyObject *core_on_first_paging(PyObject *module, PyObject *callback) {
+    module_state *state = state_of(module);
+    if (!keep_callback(&state->first_paging, callback)) return NULL;
+    tp_bind_set_first_paging(state->first_paging == NULL ? NULL : queue_first_paging);
+    Py_RETURN_NONE;
+}
+
+static PyObject *core_on_unseen_write(PyObject *module, PyObject *callback) {
+    module_state *state = state_of(module);
+    if (!keep_callback(&state->unseen_write, callback)) return NULL;
+    tp_bind_set_unseen_write(state->unseen_write == NULL ? NULL : queue_unseen_write);
     Py_RETURN_NONE;
 }
 
@@ -711,6 +775,8 @@ static PyMethodDef methods[] = {
     {"touch", KEYWORDS(core_touch), NULL},
     {"export", core_export, METH_O, NULL},
     {"mark_seen", core_mark_seen, METH_O, NULL},
+    {"use_clock", core_use_clock, METH_VARARGS, NULL},
+    {"mark_written", core_mark_written, METH_VARARGS, NULL},
     {"pin", core_pin, METH_O, NULL},
     {"unpin", core_unpin, METH_O, NULL},
     {"evict", core_evict, METH_O, NULL},
@@ -720,6 +786,7 @@ static PyMethodDef methods[] = {
     {"reset_stats", KEYWORDS(core_reset_stats), NULL},
     {"last_oom", core_last_oom, METH_VARARGS, NULL},
     {"on_first_paging", core_on_first_paging, METH_O, NULL},
+    {"on_unseen_write", core_on_unseen_write, METH_O, NULL},
     {"sim_fd", core_sim_fd, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -744,6 +811,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     if (state == NULL) return 0;
     Py_VISIT(state->core_error);
     Py_VISIT(state->first_paging);
+    Py_VISIT(state->unseen_write);
     return 0;
 }
 
@@ -752,7 +820,9 @@ static int module_clear(PyObject *module) {
     if (state == NULL) return 0;
     if (state->first_paging != NULL) tp_bind_set_first_paging(NULL);
     Py_CLEAR(state->core_error);
+    if (state->unseen_write != NULL) tp_bind_set_unseen_write(NULL);
     Py_CLEAR(state->first_paging);
+    Py_CLEAR(state->unseen_write);
     return 0;
 }
 

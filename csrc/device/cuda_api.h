@@ -19,6 +19,9 @@ typedef unsigned long long tp_cu_handle; /* of physical memory */
 typedef struct CUctx_st *tp_cu_context;
 typedef struct CUstream_st *tp_cu_stream;
 typedef struct CUevent_st *tp_cu_event;
+typedef struct CUmod_st *tp_cu_module;
+typedef struct CUfunc_st *tp_cu_function;
+typedef unsigned int tp_cu_jit_option;
 typedef unsigned int tp_cu_attribute;
 typedef unsigned int tp_cu_granularity;
 typedef unsigned int tp_cu_capture_status;
@@ -74,11 +77,14 @@ enum {
     TP_CU_LOCATION_HOST = 2,
     TP_CU_LOCATION_HOST_NUMA = 3,
     TP_CU_MEMORY_PINNED = 1,
+    TP_CU_ACCESS_READ = 1,
     TP_CU_ACCESS_READ_WRITE = 3,
     TP_CU_GRANULARITY_MINIMUM = 0,
     TP_CU_GRANULARITY_RECOMMENDED = 1,
     TP_CU_STREAM_NON_BLOCKING = 1,
     TP_CU_EVENT_DISABLE_TIMING = 2,
+    TP_CU_HOST_PORTABLE = 1,
+    TP_CU_HOST_DEVICE_MAPPED = 2,
     TP_CU_CAPTURE_STATUS_NONE = 0,
     TP_CU_CAPTURE_MODE_RELAXED = 2
 };
@@ -128,7 +134,26 @@ enum {
     required(cuEventDestroy_v2, (tp_cu_event event))                                          \
     required(cuEventRecord, (tp_cu_event event, tp_cu_stream stream))                         \
     required(cuEventQuery, (tp_cu_event event))                                               \
-    optional(cuCtxRecordEvent, (tp_cu_context context, tp_cu_event event)) /* from 12.5 on */
+    optional(cuCtxRecordEvent, (tp_cu_context context, tp_cu_event event)) /* from 12.5 on */ \
+    optional(cuCtxGetStreamPriorityRange, (int *least, int *greatest))                        \
+    optional(cuStreamCreateWithPriority,                                                      \
+             (tp_cu_stream *stream, unsigned int flags, int priority))                        \
+    optional(cuStreamSynchronize, (tp_cu_stream stream))                                      \
+    optional(cuMemHostAlloc, (void **memory, size_t bytes, unsigned int flags))               \
+    optional(cuMemHostGetDevicePointer_v2,                                                    \
+             (tp_cu_pointer *address, void *memory, unsigned int flags))                      \
+    optional(cuMemFreeHost, (void *memory))                                                   \
+    optional(cuModuleLoadDataEx, (tp_cu_module *module, const void *image,                    \
+                                  unsigned int option_count, tp_cu_jit_option *options,       \
+                                  void **values))                                             \
+    optional(cuModuleUnload, (tp_cu_module module))                                           \
+    optional(cuModuleGetFunction,                                                             \
+             (tp_cu_function *function, tp_cu_module module, const char *name))               \
+    optional(cuLaunchKernel,                                                                  \
+             (tp_cu_function function, unsigned int grid_x, unsigned int grid_y,              \
+              unsigned int grid_z, unsigned int block_x, unsigned int block_y,                \
+              unsigned int block_z, unsigned int shared_bytes, tp_cu_stream stream,           \
+              void **parameters, void **extra))
 /* clang-format on */
 
 #endif

@@ -1,8 +1,8 @@
 /* device: the contract between the pager and whatever owns device memory.
  *
  * Responsible for: reserving addresses, creating physical frames on the device and on the host,
- * mapping frames at addresses, copying between frames, and events on streams. Not responsible for:
- * deciding anything, counting budgets, remembering what is mapped where.
+ * mapping frames at addresses, copying between frames, fingerprints of what they hold, and events on
+ * streams. Not responsible for: deciding anything, counting budgets, remembering what is mapped where.
  *
  * Preconditions common to all calls, stated once:
  *  - sizes and addresses given to reserve, frame_create, map and unmap are multiples of
@@ -29,6 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/fingerprint.h"
 #include "base/status.h"
 
 typedef uint64_t tp_addr;   /* an address as kernels see it; 0 is none */
@@ -39,6 +40,8 @@ typedef void *tp_event;     /* owned by the device that created it; NULL is none
 typedef enum tp_frame_kind { TP_FRAME_DEVICE, TP_FRAME_HOST } tp_frame_kind;
 typedef enum tp_copy_dir { TP_COPY_TO_HOST, TP_COPY_TO_DEVICE } tp_copy_dir;
 
+enum { TP_PLACES = 8 }; /* where fingerprints are left for the host, numbered from 0 */
+
 typedef struct tp_device_caps {
     const char *name;         /* "cuda" or "sim"; static */
     size_t granularity_bytes; /* smallest size of a frame and of a mapping */
@@ -46,6 +49,9 @@ typedef struct tp_device_caps {
     bool host_frames;    /* a host frame can be mapped at a tensor's address (promise P4) */
     bool shared_frames;  /* one frame at two addresses at once */
     bool context_marker; /* event_record_context works */
+    bool fingerprints;   /* fingerprint works */
+    const char
+        *no_fingerprints; /* why it does not: static, or as long as the device; "" if it does */
 } tp_device_caps;
 
 typedef struct tp_device tp_device;
@@ -70,10 +76,21 @@ typedef struct tp_device_ops {
     tp_status (*map)(tp_device *dev, tp_addr addr, size_t bytes, tp_handle handle,
                      tp_error *error);
     tp_status (*unmap)(tp_device *dev, tp_addr addr, size_t bytes, tp_error *error);
+    /* Whether kernels may write through a mapping (a range that one map call mapped). Readers in
+     * progress do not notice either change; a write through a read-only mapping faults. */
+    tp_status (*protect)(tp_device *dev, tp_addr addr, size_t bytes, bool readonly,
+                         tp_error *error);
 
     /* Queues a copy on the device's own stream for that direction (copy_stream[dir]). */
     tp_status (*copy)(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src, size_t bytes,
                       tp_error *error);
+
+    /* Queues, on `stream`, the computation of the fingerprint of the bytes mapped at `addr` into a
+     * place. Once an event recorded behind it is complete fingerprint_read answers, until the place
+     * is given to the next one. A place serves one computation at a time. Needs caps.fingerprints. */
+    tp_status (*fingerprint)(tp_device *dev, tp_stream stream, tp_addr addr, size_t bytes,
+                             uint32_t place, tp_error *error);
+    tp_fingerprint (*fingerprint_read)(tp_device *dev, uint32_t place);
 
     /* Events. Recording again replaces what the event stood for. A new event is complete. */
     tp_status (*event_create)(tp_device *dev, tp_event *out, tp_error *error);
@@ -105,6 +122,7 @@ struct tp_device {
     const tp_device_ops *ops;
     tp_device_caps caps;
     tp_stream copy_stream[2]; /* by tp_copy_dir; usable with event_record and stream_wait */
+    tp_stream check_stream;   /* another of our own, so that a fingerprint waits for no copy */
 };
 
 #endif

@@ -12,7 +12,14 @@
  *
  * Host frames are physical memory on the host NUMA node next to the device. Which kind of
  * location the driver takes is found out by mapping one small frame when the device is
- * opened. */
+ * opened.
+ *
+ * Fingerprints are computed by a kernel whose PTX text is part of this library; the driver compiles
+ * it when the device is opened, and one is computed then to see that it is right. Each block of it
+ * writes what it has summed up to page-locked memory, where the host adds the sums. It runs on our
+ * own streams, which have the highest priority: it is short, and a copy or an eviction waits for
+ * it. Its blocks take as many threads as GRID_MULTIPROCESSORS multiprocessors have, so that most of
+ * the device stays with the program's kernels. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "device/device_cuda.h"
@@ -27,6 +34,7 @@
 #include "base/bytes.h"
 #include "base/lock.h"
 #include "device/cuda_api.h"
+#include "device/fingerprint_ptx.h"
 
 /* The driver changes one mapping at a time, and making host memory accessible takes it 13 us a MiB
  * (H200): in one go, another thread's allocation would wait a millisecond for a frame of 64 MiB. So
@@ -34,6 +42,14 @@
 #define HOST_TAG ((tp_handle)1 << 63)
 #define ACCESS_PIECE ((size_t)8 << 20)
 enum { PIECE_PAUSE_NS = 4000 };
+
+enum {
+    BLOCK_THREADS = 512, /* as fingerprint.cu has it */
+    GRID_MULTIPROCESSORS = 16,
+    GRID_BLOCKS = GRID_MULTIPROCESSORS * 2048 / BLOCK_THREADS,
+    PROOF_BYTES = 16 * 1000, /* not a multiple of what the grid reads at once */
+    PLACES_BYTES = TP_PLACES * GRID_BLOCKS * 16
+};
 
 enum {
     SYNC_POLL_NS = 20000,
@@ -120,6 +136,11 @@ typedef struct cuda_device {
     tp_cu_device device;
     tp_cu_context context; /* a reference */
     tp_cu_location host;   /* of host frames; type 0: there are none */
+    tp_cu_module module;   /* of the fingerprint's kernel */
+    tp_cu_function kernel;
+    tp_fingerprint *places;     /* TP_PLACES times GRID_BLOCKS sums, page-locked */
+    tp_cu_pointer places_there; /* the same, as kernels see it */
+    char no_fingerprints[160];
 } cuda_device;
 
 static cuda_device *cuda_of(tp_device *dev) { return (cuda_device *)(void *)dev; }
@@ -278,6 +299,19 @@ static tp_status cuda_unmap(tp_device *dev, tp_addr addr, size_t bytes, tp_error
     return check(error, result, "cuMemUnmap");
 }
 
+static tp_status cuda_protect(tp_device *dev, tp_addr addr, size_t bytes, bool readonly,
+                              tp_error *error) {
+    const cuda_device *cuda = cuda_of(dev);
+    const tp_cu_access access = {.location = device_location(cuda),
+                                 .flags =
+                                     readonly ? TP_CU_ACCESS_READ : TP_CU_ACCESS_READ_WRITE};
+    scope s;
+    tp_cu_result result = scope_enter(cuda, &s);
+    if (result == TP_CU_SUCCESS) result = api.cuMemSetAccess(addr, bytes, &access, 1);
+    scope_leave(&s);
+    return check(error, result, "cuMemSetAccess");
+}
+
 /* ---- copies, events, streams ------------------------------------------------------------- */
 
 static tp_status cuda_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src,
@@ -289,6 +323,41 @@ static tp_status cuda_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr
     }
     scope_leave(&s);
     return check(error, result, "cuMemcpyAsync");
+}
+
+/* In a scope. */
+static tp_cu_result launch_fingerprint(const cuda_device *cuda, tp_cu_stream stream,
+                                       tp_cu_pointer addr, size_t bytes, uint32_t place) {
+    unsigned long long words = bytes / 16;
+    tp_cu_pointer sums = cuda->places_there + place * sizeof(tp_fingerprint[GRID_BLOCKS]);
+    void *parameters[] = {&addr, &words, &sums};
+    return api.cuLaunchKernel(cuda->kernel, GRID_BLOCKS, 1, 1, BLOCK_THREADS, 1, 1, 0, stream,
+                              parameters, NULL);
+}
+
+static tp_status cuda_fingerprint(tp_device *dev, tp_stream stream, tp_addr addr, size_t bytes,
+                                  uint32_t place, tp_error *error) {
+    const cuda_device *cuda = cuda_of(dev);
+    if (!dev->caps.fingerprints) {
+        return tp_error_set(error, TP_UNSUPPORTED, "%s", cuda->no_fingerprints);
+    }
+    if (place >= TP_PLACES) return tp_error_set(error, TP_INVALID, "no place %u", place);
+    scope s;
+    tp_cu_result result = scope_enter(cuda, &s);
+    if (result == TP_CU_SUCCESS) result = launch_fingerprint(cuda, stream, addr, bytes, place);
+    scope_leave(&s);
+    return check(error, result, "launching a fingerprint");
+}
+
+static tp_fingerprint cuda_fingerprint_read(tp_device *dev, uint32_t place) {
+    /* The device has written it behind the compiler's back. */
+    const volatile tp_fingerprint *sums = cuda_of(dev)->places + (size_t)place * GRID_BLOCKS;
+    tp_fingerprint sum = {0, 0};
+    for (int i = 0; i < GRID_BLOCKS; i++) {
+        sum.low += sums[i].low;
+        sum.high += sums[i].high;
+    }
+    return sum;
 }
 
 static tp_status cuda_event_create(tp_device *dev, tp_event *out, tp_error *error) {
@@ -460,16 +529,94 @@ static void host_location_find(cuda_device *cuda) {
     }
 }
 
+/* ---- fingerprints ------------------------------------------------------------------------ */
+
+static bool fingerprint_entries(void) {
+    return api.cuModuleLoadDataEx != NULL && api.cuModuleUnload != NULL &&
+           api.cuModuleGetFunction != NULL && api.cuLaunchKernel != NULL &&
+           api.cuMemHostAlloc != NULL && api.cuMemHostGetDevicePointer_v2 != NULL &&
+           api.cuMemFreeHost != NULL && api.cuStreamSynchronize != NULL;
+}
+
+/* In a scope: the kernel, and the memory for its results. */
+static tp_cu_result fingerprint_load(cuda_device *cuda, const char **what) {
+    *what = "cuModuleLoadDataEx";
+    tp_cu_result result = api.cuModuleLoadDataEx(&cuda->module, fingerprint_ptx, 0, NULL, NULL);
+    if (result != TP_CU_SUCCESS) {
+        cuda->module = NULL;
+        return result;
+    }
+    *what = "cuModuleGetFunction";
+    result = api.cuModuleGetFunction(&cuda->kernel, cuda->module, "tp_fingerprint");
+    if (result != TP_CU_SUCCESS) return result;
+    *what = "cuMemHostAlloc";
+    void *memory = NULL;
+    result = api.cuMemHostAlloc(&memory, PLACES_BYTES + PROOF_BYTES,
+                                TP_CU_HOST_PORTABLE | TP_CU_HOST_DEVICE_MAPPED);
+    if (result != TP_CU_SUCCESS) return result;
+    cuda->places = memory;
+    *what = "cuMemHostGetDevicePointer";
+    return api.cuMemHostGetDevicePointer_v2(&cuda->places_there, memory, 0);
+}
+
+/* In a scope: one fingerprint, of memory of the host, whose value is known. */
+static tp_cu_result fingerprint_prove(cuda_device *cuda, bool *right) {
+    unsigned char *bytes = (unsigned char *)cuda->places + PLACES_BYTES;
+    for (int i = 0; i < PROOF_BYTES; i++) bytes[i] = (unsigned char)(i * 37 + i / 251);
+    const tp_cu_stream stream = cuda->base.check_stream;
+    tp_cu_result result =
+        launch_fingerprint(cuda, stream, cuda->places_there + PLACES_BYTES, PROOF_BYTES, 1);
+    if (result == TP_CU_SUCCESS) result = api.cuStreamSynchronize(stream);
+    *right =
+        result == TP_CU_SUCCESS && tp_fingerprint_same(cuda_fingerprint_read(&cuda->base, 1),
+                                                       tp_fingerprint_of(bytes, PROOF_BYTES));
+    return result;
+}
+
+static void fingerprint_unload(cuda_device *cuda) {
+    if (cuda->places != NULL) (void)api.cuMemFreeHost(cuda->places);
+    if (cuda->module != NULL) (void)api.cuModuleUnload(cuda->module);
+    cuda->places = NULL;
+    cuda->module = NULL;
+}
+
+/* In a scope, when the streams are there. Without fingerprints the device is still of use. */
+static void fingerprint_open(cuda_device *cuda) {
+    const char *what = "the driver lacks what launching a kernel needs";
+    bool right = false;
+    tp_cu_result result = TP_CU_NOT_SUPPORTED;
+    if (fingerprint_entries()) {
+        result = fingerprint_load(cuda, &what);
+        if (result == TP_CU_SUCCESS) {
+            what = "computing the first fingerprint";
+            result = fingerprint_prove(cuda, &right);
+        }
+    }
+    cuda->base.caps.fingerprints = right;
+    cuda->base.caps.no_fingerprints = cuda->no_fingerprints;
+    if (right) return;
+    if (result == TP_CU_SUCCESS) {
+        (void)snprintf(cuda->no_fingerprints, sizeof cuda->no_fingerprints,
+                       "the first fingerprint was wrong");
+    } else {
+        (void)snprintf(cuda->no_fingerprints, sizeof cuda->no_fingerprints, "%s: %s (%u)", what,
+                       result_text(result), result);
+    }
+    fingerprint_unload(cuda);
+}
+
 /* ---- life -------------------------------------------------------------------------------- */
 
 static void cuda_destroy(tp_device *dev) {
     cuda_device *cuda = cuda_of(dev);
+    tp_stream *const streams[] = {&dev->copy_stream[0], &dev->copy_stream[1],
+                                  &dev->check_stream};
     scope s;
     if (scope_enter(cuda, &s) == TP_CU_SUCCESS) {
-        for (int dir = 0; dir < 2; dir++) {
-            if (dev->copy_stream[dir] != NULL)
-                (void)api.cuStreamDestroy_v2(dev->copy_stream[dir]);
+        for (size_t i = 0; i < sizeof streams / sizeof streams[0]; i++) {
+            if (*streams[i] != NULL) (void)api.cuStreamDestroy_v2(*streams[i]);
         }
+        fingerprint_unload(cuda);
     }
     scope_leave(&s);
     (void)api.cuDevicePrimaryCtxRelease_v2(cuda->device);
@@ -485,7 +632,10 @@ static const tp_device_ops cuda_ops = {
     .frame_destroy = cuda_frame_destroy,
     .map = cuda_map,
     .unmap = cuda_unmap,
+    .protect = cuda_protect,
     .copy = cuda_copy,
+    .fingerprint = cuda_fingerprint,
+    .fingerprint_read = cuda_fingerprint_read,
     .event_create = cuda_event_create,
     .event_destroy = cuda_event_destroy,
     .event_record = cuda_event_record,
@@ -529,6 +679,21 @@ static tp_status device_find(int ordinal, tp_cu_device *out, tp_error *error) {
 }
 
 /* In a scope. */
+static tp_cu_result stream_open(tp_stream *out) {
+    tp_cu_stream stream = NULL;
+    int least = 0, greatest = 0;
+    tp_cu_result result = TP_CU_NOT_SUPPORTED;
+    if (api.cuCtxGetStreamPriorityRange != NULL && api.cuStreamCreateWithPriority != NULL &&
+        api.cuCtxGetStreamPriorityRange(&least, &greatest) == TP_CU_SUCCESS) {
+        result = api.cuStreamCreateWithPriority(&stream, TP_CU_STREAM_NON_BLOCKING, greatest);
+    }
+    if (result != TP_CU_SUCCESS)
+        result = api.cuStreamCreate(&stream, TP_CU_STREAM_NON_BLOCKING);
+    if (result == TP_CU_SUCCESS) *out = stream;
+    return result;
+}
+
+/* In a scope. */
 static tp_status device_fill(cuda_device *cuda, tp_error *error) {
     tp_device_caps *caps = &cuda->base.caps;
     caps->name = "cuda";
@@ -541,12 +706,13 @@ static tp_status device_fill(cuda_device *cuda, tp_error *error) {
     tp_cu_result result = api.cuDeviceTotalMem_v2(&caps->total_bytes, cuda->device);
     if (result != TP_CU_SUCCESS) return check(error, result, "cuDeviceTotalMem");
     host_location_find(cuda);
-    for (int dir = 0; dir < 2; dir++) {
-        tp_cu_stream stream = NULL;
-        result = api.cuStreamCreate(&stream, TP_CU_STREAM_NON_BLOCKING);
+    tp_stream *const streams[] = {&cuda->base.copy_stream[0], &cuda->base.copy_stream[1],
+                                  &cuda->base.check_stream};
+    for (size_t i = 0; i < sizeof streams / sizeof streams[0]; i++) {
+        result = stream_open(streams[i]);
         if (result != TP_CU_SUCCESS) return check(error, result, "cuStreamCreate");
-        cuda->base.copy_stream[dir] = stream;
     }
+    fingerprint_open(cuda);
     return TP_OK;
 }
 

@@ -22,7 +22,8 @@
  * The clock is computed when an item begins and does not influence the order in which items
  * run. An item begins at the latest of: the end of its stream's previous item, the time the
  * host had seen when it was queued, the end of what it waits for and, for a copy, the end of
- * its engine's previous copy. */
+ * its engine's previous copy. A fingerprint is queued like a copy and computed, of the bytes that
+ * are there then, when its turn comes. */
 #define _GNU_SOURCE
 
 #include "device/device_sim.h"
@@ -95,7 +96,13 @@ typedef struct sim_event {
     sim_record *latest; /* NULL: never recorded */
 } sim_event;
 
-typedef enum sim_item_kind { ITEM_KERNEL, ITEM_COPY, ITEM_RECORD, ITEM_WAIT } sim_item_kind;
+typedef enum sim_item_kind {
+    ITEM_KERNEL,
+    ITEM_COPY,
+    ITEM_FINGERPRINT,
+    ITEM_RECORD,
+    ITEM_WAIT
+} sim_item_kind;
 
 typedef struct sim_item {
     tp_link link;
@@ -107,8 +114,9 @@ typedef struct sim_item {
     void *arg;
     uint64_t duration_ns;
     tp_copy_dir dir;
-    tp_addr dst, src;
+    tp_addr dst, src; /* of a fingerprint: src */
     size_t bytes;
+    uint32_t place;
 } sim_item;
 
 typedef struct sim_stream {
@@ -145,6 +153,7 @@ struct sim_device {
     size_t queued_count, running_count;
     sim_engine engines[2];
     double host_ns, clock_ns;
+    tp_fingerprint places[TP_PLACES];
     bool lost;
     tp_error lost_error;
     tp_sim_counts counts;
@@ -528,15 +537,16 @@ static bool ranges_meet(tp_addr a, size_t a_bytes, tp_addr b, size_t b_bytes) {
     return a < b + b_bytes && b < a + a_bytes;
 }
 
-/* True if a copy that is running now uses the range. */
+/* True if a copy or a fingerprint that is running now uses the range. */
 static bool range_in_copy_locked(const sim_device *sim, tp_addr addr, size_t bytes) {
     for (size_t i = 0; i < sim->stream_count; i++) {
         const tp_link *items = &sim->streams[i]->items;
         if (tp_list_empty(items)) continue;
         const sim_item *head = TP_CONTAINER(items->next, sim_item, link);
-        if (head->running && head->kind == ITEM_COPY &&
-            (ranges_meet(addr, bytes, head->src, head->bytes) ||
-             ranges_meet(addr, bytes, head->dst, head->bytes))) {
+        if (!head->running) continue;
+        const bool reads = head->kind == ITEM_COPY || head->kind == ITEM_FINGERPRINT;
+        if ((reads && ranges_meet(addr, bytes, head->src, head->bytes)) ||
+            (head->kind == ITEM_COPY && ranges_meet(addr, bytes, head->dst, head->bytes))) {
             return true;
         }
     }
@@ -568,6 +578,24 @@ static tp_status sim_unmap(tp_device *dev, tp_addr addr, size_t bytes, tp_error 
     }
     tp_lock_drop(&sim->lock);
     free(node);
+    return status;
+}
+
+static tp_status sim_protect(tp_device *dev, tp_addr addr, size_t bytes, bool readonly,
+                             tp_error *error) {
+    sim_device *sim = sim_of(dev);
+    tp_status status = TP_OK;
+    tp_lock_take(&sim->lock);
+    const sim_node *node = tree_find(sim->mappings, addr);
+    if (node == NULL || node->addr != addr || node->bytes != bytes) {
+        status = tp_error_set(error, TP_INVALID, "protect at %#llx: not one whole mapping",
+                              (unsigned long long)addr);
+    } else if (mprotect(pointer_of(addr), bytes,
+                        readonly ? PROT_READ : PROT_READ | PROT_WRITE) != 0) {
+        status = tp_error_set_driver(error, TP_DEVICE_ERROR, errno, "mprotect at %#llx failed",
+                                     (unsigned long long)addr);
+    }
+    tp_lock_drop(&sim->lock);
     return status;
 }
 
@@ -645,6 +673,9 @@ static double item_end_locked(sim_device *sim, const sim_stream *stream, const s
     case ITEM_KERNEL: return begin_ns + (double)item->duration_ns;
     case ITEM_WAIT: return later(begin_ns, item->record->end_ns);
     case ITEM_RECORD: return begin_ns;
+    case ITEM_FINGERPRINT:
+        return begin_ns +
+               (double)item->bytes * 1e9 / (double)sim->options.fingerprint_bytes_per_s;
     case ITEM_COPY: break;
     }
     begin_ns = later(begin_ns, sim->engines[item->dir].free_ns);
@@ -716,6 +747,12 @@ static sim_stream *pick_locked(sim_device *sim) {
 static void lose_locked(sim_device *sim, const sim_item *item) {
     if (sim->lost) return;
     sim->lost = true;
+    if (item->kind == ITEM_FINGERPRINT) {
+        (void)tp_error_set_driver(&sim->lost_error, TP_DEVICE_ERROR, CODE_ILLEGAL_ADDRESS,
+                                  "a fingerprint of %zu bytes at %#llx met an unmapped address",
+                                  item->bytes, (unsigned long long)item->src);
+        return;
+    }
     (void)tp_error_set_driver(&sim->lost_error, TP_DEVICE_ERROR, CODE_ILLEGAL_ADDRESS,
                               "a copy of %zu bytes from %#llx to %#llx met an unmapped address",
                               item->bytes, (unsigned long long)item->src,
@@ -744,6 +781,15 @@ static void run_unlocked(sim_device *sim, sim_item *item) {
         tp_lock_drop(&sim->lock);
         memcpy(pointer_of(item->dst), pointer_of(item->src), item->bytes);
         tp_lock_take(&sim->lock);
+    } else if (item->kind == ITEM_FINGERPRINT) {
+        if (!mapped_locked(sim, item->src, item->bytes)) {
+            lose_locked(sim, item);
+            return;
+        }
+        tp_lock_drop(&sim->lock);
+        const tp_fingerprint found = tp_fingerprint_of(pointer_of(item->src), item->bytes);
+        tp_lock_take(&sim->lock);
+        sim->places[item->place] = found;
     }
 }
 
@@ -756,6 +802,7 @@ static void finish_locked(sim_device *sim, sim_item *item) {
             sim->counts.bytes_to_device += item->bytes;
         }
     }
+    if (item->kind == ITEM_FINGERPRINT) sim->counts.fingerprints++;
     if (item->kind == ITEM_RECORD) {
         item->record->pending_count--;
         item->record->end_ns = later(item->record->end_ns, item->end_ns);
@@ -768,16 +815,30 @@ static void finish_locked(sim_device *sim, sim_item *item) {
     item_recycle_locked(sim, item);
 }
 
-/* Runs one item. False: none may run now. Releases the lock while the item runs. */
-static bool step_locked(sim_device *sim) {
+/* Runs one item; *heavy: a kernel or a copy. False: none may run now. Releases the lock while the
+ * item runs. */
+static bool run_one_locked(sim_device *sim, bool *heavy) {
     sim_stream *stream = pick_locked(sim);
     if (stream == NULL) return false;
     sim_item *item = head_of(stream);
+    *heavy = item->kind == ITEM_KERNEL || item->kind == ITEM_COPY;
     begin_locked(sim, stream, item);
     run_unlocked(sim, item);
     finish_locked(sim, item);
     tp_cond_broadcast(&sim->finished);
     return true;
+}
+
+static bool step_locked(sim_device *sim) {
+    bool heavy;
+    return run_one_locked(sim, &heavy);
+}
+
+/* What a look at a record does for the device's progress: one kernel or copy, and what of markers and
+ * fingerprints, which take next to no time, comes before it. */
+static void progress_locked(sim_device *sim, const sim_record *record) {
+    bool heavy = false;
+    while (!heavy && record->pending_count != 0 && run_one_locked(sim, &heavy)) continue;
 }
 
 /* Reaches the records and waits at the heads of all streams. A program that records markers and
@@ -838,6 +899,47 @@ static tp_status sim_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr 
     }
     tp_lock_drop(&sim->lock);
     return status;
+}
+
+static tp_status sim_fingerprint(tp_device *dev, tp_stream stream, tp_addr addr, size_t bytes,
+                                 uint32_t place, tp_error *error) {
+    sim_device *sim = sim_of(dev);
+    if (!dev->caps.fingerprints) {
+        return tp_error_set(error, TP_UNSUPPORTED, "%s", dev->caps.no_fingerprints);
+    }
+    tp_lock_take(&sim->lock);
+    sim_stream *target = stream_locked(sim, stream);
+    tp_status status = queue_check_locked(sim, target, CODE_CAPTURE_UNSUPPORTED, error);
+    if (status == TP_OK && (place >= TP_PLACES || !mapped_locked(sim, addr, bytes))) {
+        status =
+            tp_error_set(error, TP_INVALID,
+                         "fingerprint of %zu bytes at %#llx into place %u: not mapped, or no "
+                         "such place",
+                         bytes, (unsigned long long)addr, place);
+    }
+    if (status == TP_OK) {
+        sim_item *item = item_new_locked(sim, ITEM_FINGERPRINT);
+        if (item == NULL) {
+            status =
+                tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for a queued fingerprint");
+        } else {
+            item->src = addr;
+            item->bytes = bytes;
+            item->place = place;
+            push_locked(sim, target, item);
+        }
+    }
+    tp_lock_drop(&sim->lock);
+    return status;
+}
+
+static tp_fingerprint sim_fingerprint_read(tp_device *dev, uint32_t place) {
+    sim_device *sim = sim_of(dev);
+    TP_REQUIRE(place < TP_PLACES);
+    tp_lock_take(&sim->lock);
+    const tp_fingerprint found = sim->places[place];
+    tp_lock_drop(&sim->lock);
+    return found;
 }
 
 /* ---- events ------------------------------------------------------------------------------ */
@@ -978,9 +1080,7 @@ static tp_status sim_event_query(tp_device *dev, tp_event event, bool *done, tp_
     tp_lock_take(&sim->lock);
     sim_record *record = asked->latest;
     if (record != NULL) record->ref_count++;
-    if (record != NULL && record->pending_count != 0 && !sim->options.manual) {
-        (void)step_locked(sim);
-    }
+    if (record != NULL && !sim->options.manual) progress_locked(sim, record);
     if (sim->lost) {
         status = lost_status(sim, error);
     } else {
@@ -1158,7 +1258,10 @@ static const tp_device_ops sim_ops = {
     .frame_destroy = sim_frame_destroy,
     .map = sim_map,
     .unmap = sim_unmap,
+    .protect = sim_protect,
     .copy = sim_copy,
+    .fingerprint = sim_fingerprint,
+    .fingerprint_read = sim_fingerprint_read,
     .event_create = sim_event_create,
     .event_destroy = sim_event_destroy,
     .make_private = sim_make_private,
@@ -1207,27 +1310,34 @@ static void device_describe(sim_device *sim, const tp_sim_options *options) {
     sim->options = *options;
     if (options->link_bytes_per_s == 0) sim->options.link_bytes_per_s = 55000000000u;
     if (options->duplex_bytes_per_s == 0) sim->options.duplex_bytes_per_s = 101000000000u;
+    if (options->fingerprint_bytes_per_s == 0) {
+        sim->options.fingerprint_bytes_per_s = 2000000000000u;
+    }
     sim->order_state = options->seed;
     sim->treap_state = 1;
     sim->base.ops = &sim_ops;
-    sim->base.caps = (tp_device_caps){.name = "sim",
-                                      .granularity_bytes = options->granularity_bytes,
-                                      .total_bytes = options->device_bytes,
-                                      .host_frames = !options->no_host_frames,
-                                      .shared_frames = true,
-                                      .context_marker = !options->no_context_marker};
+    sim->base.caps = (tp_device_caps){
+        .name = "sim",
+        .granularity_bytes = options->granularity_bytes,
+        .total_bytes = options->device_bytes,
+        .host_frames = !options->no_host_frames,
+        .shared_frames = true,
+        .context_marker = !options->no_context_marker,
+        .fingerprints = !options->no_fingerprints,
+        .no_fingerprints = options->no_fingerprints ? "this simulated device has none" : ""};
     sim->files[0].fd = sim->files[1].fd = -1;
 }
 
 static tp_status streams_open(sim_device *sim, tp_error *error) {
-    sim_stream *streams[3] = {NULL, NULL,
-                              NULL}; /* the default one and one for each direction */
-    for (int i = 0; i < 3; i++) {
+    /* The default one, one for each direction, one for checks. */
+    sim_stream *streams[4] = {NULL, NULL, NULL, NULL};
+    for (int i = 0; i < 4; i++) {
         const tp_status status = stream_new(sim, &streams[i], error);
         if (status != TP_OK) return status;
     }
     sim->base.copy_stream[TP_COPY_TO_HOST] = streams[1];
     sim->base.copy_stream[TP_COPY_TO_DEVICE] = streams[2];
+    sim->base.check_stream = streams[3];
     return TP_OK;
 }
 

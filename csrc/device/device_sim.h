@@ -15,7 +15,8 @@
  * call about streams and events answers TP_DEVICE_ERROR with driver code 700.
  *
  * The virtual clock: a copy takes bytes / link rate on its direction's engine (both directions
- * at once share `duplex_bytes_per_s`), a kernel its own duration; nothing else takes time. The
+ * at once share `duplex_bytes_per_s`), a fingerprint bytes / fingerprint rate, a kernel its own
+ * duration; nothing else takes time. The
  * clock is the latest end of anything that has run; what is queued after the host saw an event
  * complete begins no earlier than that event. */
 #ifndef TP_DEVICE_DEVICE_SIM_H
@@ -32,8 +33,10 @@ typedef struct tp_sim_options {
     bool manual;            /* queries run no queued work; only tp_sim_step and event_sync do */
     bool no_context_marker; /* capability off, to test the fallbacks */
     bool no_host_frames;
-    uint64_t link_bytes_per_s;   /* 0: 55e9 */
-    uint64_t duplex_bytes_per_s; /* 0: 101e9 */
+    bool no_fingerprints;
+    uint64_t link_bytes_per_s;        /* 0: 55e9 */
+    uint64_t duplex_bytes_per_s;      /* 0: 101e9 */
+    uint64_t fingerprint_bytes_per_s; /* 0: 2e12 */
 } tp_sim_options;
 
 TP_MUST_USE tp_status tp_sim_device_create(const tp_sim_options *options, tp_device **out,
@@ -68,6 +71,7 @@ typedef struct tp_sim_counts {
     size_t device_frames_bytes, host_frames_bytes; /* existing now */
     uint64_t frame_creates, frame_destroys, maps, unmaps, copies, event_creates;
     uint64_t bytes_to_host, bytes_to_device;
+    uint64_t fingerprints;
     size_t ranges, frames, mappings, events; /* existing now: all 0 before destroy */
 } tp_sim_counts;
 void tp_sim_get_counts(tp_device *dev, tp_sim_counts *out);

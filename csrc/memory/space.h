@@ -44,10 +44,17 @@ typedef struct tp_extent {
     bool evict;   /* to be evicted as soon as the rules allow */
     bool written; /* written while WRITING */
     bool abandon; /* the fill's copy is to be forgotten */
-    tp_marker copy;    /* the copy in flight */
-    bool copying;      /* it has not been seen complete */
-    tp_marker decided; /* context-wide, recorded after deciding to change the mapping */
-    tp_link inflight;  /* in the pager's list while WRITING, FILLING or `evict` */
+    bool guarded; /* its address is mapped read-only (tp_config.readonly_clean) */
+    tp_marker copy;       /* the copy in flight */
+    bool copying;         /* it has not been seen complete */
+    tp_marker decided;    /* context-wide, recorded after deciding to change the mapping */
+    tp_fingerprint print; /* with `printed`: of what the host frame holds (pager/proof.h) */
+    bool printed;
+    bool differed; /* an unseen write was found during this eviction */
+    uint8_t place; /* 1 + where a fingerprint of the device frame is left; 0: none is made */
+    tp_marker copied_behind; /* the decision for which the last write-back was made */
+    tp_marker copied_region; /* the pager's region_end at that time */
+    tp_link inflight; /* in the pager's list while WRITING, FILLING, `evict` or in a place */
 } tp_extent;
 
 typedef enum tp_block_life {
@@ -81,6 +88,7 @@ struct tp_block {
     tp_link ahead_link;
     uint64_t ahead_run; /* the run of misses that brought it */
     uint64_t stamp;     /* the use clock at its last use */
+    uint64_t written;   /* the same, at its last announced write */
     uint64_t evicted_count;
     struct tp_segment *segment;
     tp_span *span;

@@ -81,9 +81,9 @@ static void cancel_evictions(tp_pager *pager, tp_block *block) {
         tp_extent *extent = &block->extents[i];
         if (!extent->evict || extent->busy) continue;
         extent->evict = false;
-        if (extent->state == TP_EXTENT_DIRTY || extent->state == TP_EXTENT_CLEAN) {
-            tp_list_remove(&extent->inflight);
-        }
+        const bool resting =
+            extent->state == TP_EXTENT_DIRTY || extent->state == TP_EXTENT_CLEAN;
+        if (resting && extent->place == 0) tp_list_remove(&extent->inflight);
         if (extent->state == TP_EXTENT_DIRTY) tp_extent_drop_host(pager, extent);
         tp_cond_broadcast(&pager->changed);
     }

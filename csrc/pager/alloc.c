@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
+#include "pager/proof.h"
 #include "pager/reclaim.h"
 #include "pager/region.h"
 #include "pager/transfer.h"
@@ -36,12 +37,14 @@ static void release_frames(tp_pager *pager, tp_block *block, uint32_t count) {
         tp_extent *extent = &block->extents[i];
         tp_list_remove(&extent->inflight);
         tp_transfer_forget(pager, extent);
+        tp_proof_forget(pager, extent);
         if (extent->mapped != NULL) extent->mapped->map_count--;
         extent->mapped = NULL;
         if (extent->device != NULL) tp_frame_pool_put(&pager->device_frames, extent->device);
         if (extent->host != NULL) tp_frame_pool_put(&pager->host_frames, extent->host);
         if (extent->host != NULL) pager->host_full = false;
         extent->device = extent->host = NULL;
+        extent->guarded = false;
         extent->state = TP_EXTENT_EMPTY;
     }
 }
@@ -286,7 +289,7 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     block->seen = block->tensor = (flags & TP_ALLOC_SEEN) != 0;
     block->exported = block->captured = block->slab = false;
     block->ahead = false;
-    block->stamp = ++pager->use_clock;
+    block->stamp = block->written = ++pager->use_clock;
     block->evicted_count = 0;
     block->life = TP_BLOCK_LIVE;
     tp_list_push_back(&pager->live, &block->lru);
@@ -359,7 +362,7 @@ static void discard(tp_pager *pager, tp_block *block) {
         }
         if (extent->state == TP_EXTENT_DIRTY) {
             tp_extent_drop_host(pager, extent);
-            tp_list_remove(&extent->inflight);
+            if (extent->place == 0) tp_list_remove(&extent->inflight);
         }
     }
     tp_tally_add(&pager->stats.discards, block->bytes, 0);

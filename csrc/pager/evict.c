@@ -3,6 +3,7 @@
 #include "base/check.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
+#include "pager/proof.h"
 #include "pager/reclaim.h"
 #include "pager/transfer.h"
 
@@ -53,6 +54,7 @@ static tp_status remap(tp_pager *pager, tp_extent *extent, tp_frame *to, tp_tall
         extent->mapped = NULL;
         tp_pager_fail(pager, back);
     }
+    if (unmapped) extent->guarded = false; /* mapped anew, also when it was mapped back */
     if (status != TP_OK) return status;
     if (from != NULL) from->map_count--;
     if (to != NULL) to->map_count++;
@@ -61,13 +63,17 @@ static tp_status remap(tp_pager *pager, tp_extent *extent, tp_frame *to, tp_tall
     return TP_OK;
 }
 
-static void leave_flight(tp_extent *extent) { tp_list_remove(&extent->inflight); }
+/* While a fingerprint of its frame is being computed it stays: the frame may not go yet. */
+static void leave_flight(tp_pager *pager, tp_extent *extent) {
+    extent->differed = false;
+    if (tp_proof_drop(pager, extent)) tp_list_remove(&extent->inflight);
+}
 
 /* Calls the eviction off: the extent stays resident. */
 static void give_up(tp_pager *pager, tp_extent *extent) {
     extent->evict = false;
     if (extent->state == TP_EXTENT_DIRTY) tp_extent_drop_host(pager, extent);
-    leave_flight(extent);
+    leave_flight(pager, extent);
     tp_cond_broadcast(&pager->changed);
 }
 
@@ -115,6 +121,7 @@ static bool end_write_back(tp_pager *pager, tp_extent *extent) {
         give_up(pager, extent);
         return true;
     }
+    tp_proof_end_copy(pager, extent);
     tp_extent_become(pager, extent, TP_EXTENT_CLEAN);
     if (extent->block->life != TP_BLOCK_LIVE) {
         tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
@@ -123,14 +130,60 @@ static bool end_write_back(tp_pager *pager, tp_extent *extent) {
     return true;
 }
 
+static void note_unseen_write(tp_pager *pager, const tp_extent *extent) {
+    tp_tally_add(&pager->stats.unseen_writes, extent->bytes, 0);
+    if (pager->stats.unseen_addr != 0) return;
+    pager->stats.unseen_addr = extent->block->addr;
+    pager->stats.unseen_bytes = extent->block->requested_bytes;
+}
+
+/* The host frame does not hold, or is not known to hold, what the device frame holds: it is written
+ * again, and the eviction goes on. Found so twice in a row, somebody is writing all the time: the
+ * block is not to be had now. */
+static void write_back_again(tp_pager *pager, tp_extent *extent, bool unseen_write) {
+    tp_block *block = extent->block;
+    tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
+    if (!unseen_write) {
+        tp_tally_add(&pager->stats.unproven, extent->bytes, 0);
+        return;
+    }
+    note_unseen_write(pager, extent);
+    if (extent->differed && block->life == TP_BLOCK_LIVE) {
+        tp_list_remove(&block->lru);
+        tp_list_push_back(&pager->live, &block->lru);
+        give_up(pager, extent);
+    } else {
+        extent->differed = true;
+    }
+}
+
+/* Whether the eviction of a CLEAN extent needs no copy. Else *moved says whether anything changed. */
+static bool proven(tp_pager *pager, tp_extent *extent, bool *moved) {
+    *moved = true;
+    switch (tp_proof_step(pager, extent)) {
+    case TP_PROOF_HOLDS: return true;
+    case TP_PROOF_WAIT: *moved = false; break;
+    case TP_PROOF_BEGUN: break;
+    case TP_PROOF_REFUSED:
+        set_back(pager);
+        give_up(pager, extent);
+        break;
+    case TP_PROOF_MISSING: write_back_again(pager, extent, false); break;
+    case TP_PROOF_DIFFERS: write_back_again(pager, extent, true); break;
+    }
+    return false;
+}
+
 static bool evict(tp_pager *pager, tp_extent *extent) {
     if (!extent->evict) {
-        leave_flight(extent);
-        return true;
+        leave_flight(pager, extent);
+        return !tp_link_in_list(&extent->inflight);
     }
     /* The driver lets one thread at a time change mappings, and a host frame takes it a millisecond:
      * an allocation does not wait behind evictions if it can be helped. */
     if (pager->mapping_count > 0 || !may_remap(pager, extent)) return false;
+    bool moved = false;
+    if (!proven(pager, extent, &moved)) return moved;
     if (remap(pager, extent, pager->strict ? NULL : extent->host, &pager->stats.evictions) !=
         TP_OK) {
         set_back(pager);
@@ -146,7 +199,7 @@ static bool evict(tp_pager *pager, tp_extent *extent) {
     pager->setback_count = 0;
     tp_readahead_forget(pager, extent->block);
     extent->evict = false;
-    leave_flight(extent);
+    leave_flight(pager, extent);
     return true;
 }
 
@@ -161,8 +214,9 @@ static bool end_fill(tp_pager *pager, tp_extent *extent) {
     if (!unwanted) {
         if (!may_remap(pager, extent)) return false;
         if (remap(pager, extent, extent->device, &pager->stats.fills) == TP_OK) {
+            tp_proof_end_copy(pager, extent);
             tp_extent_become(pager, extent, TP_EXTENT_CLEAN);
-            leave_flight(extent);
+            leave_flight(pager, extent);
             return true;
         }
     }
@@ -170,14 +224,23 @@ static bool end_fill(tp_pager *pager, tp_extent *extent) {
     extent->device = NULL;
     extent->abandon = false;
     tp_extent_become(pager, extent, TP_EXTENT_HOST);
-    leave_flight(extent);
+    tp_proof_forget(pager, extent);
+    leave_flight(pager, extent);
     tp_frame_pool_put(&pager->device_frames, frame);
     tp_cond_broadcast(&pager->changed);
     return true;
 }
 
+/* States in which a fingerprint on its way is of no use any more: called off, freed, written. */
+static bool unwanted_proof(const tp_extent *extent) {
+    if (extent->place == 0) return false;
+    return extent->state == TP_EXTENT_DIRTY || extent->state == TP_EXTENT_EMPTY ||
+           extent->state == TP_EXTENT_HOST;
+}
+
 static bool step(tp_pager *pager, tp_extent *extent) {
     if (extent->busy) return false;
+    if (unwanted_proof(extent) && !tp_proof_drop(pager, extent)) return false;
     switch (extent->state) {
     case TP_EXTENT_DIRTY: return begin_write_back(pager, extent);
     case TP_EXTENT_WRITING: return end_write_back(pager, extent);
@@ -190,7 +253,7 @@ static bool step(tp_pager *pager, tp_extent *extent) {
     case TP_EXTENT_STATE_COUNT: break;
     }
     extent->evict = false;
-    leave_flight(extent);
+    leave_flight(pager, extent);
     return true;
 }
 

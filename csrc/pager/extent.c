@@ -1,6 +1,7 @@
 #include "pager/extent.h"
 
 #include "base/check.h"
+#include "pager/proof.h"
 
 #define TO(state) (1u << TP_EXTENT_##state)
 
@@ -44,6 +45,20 @@ static void count(tp_pager *pager, tp_extent_state state, size_t bytes, bool add
     }
 }
 
+/* With readonly_clean: no announced writer is in progress when an extent becomes CLEAN, and those who
+ * announce themselves later make it DIRTY, and so writable, before their kernels are launched.
+ * Whoever is reading meanwhile does not notice. */
+static void guard(tp_pager *pager, tp_extent *extent, bool readonly) {
+    if (extent->guarded == readonly) return;
+    const tp_status status =
+        pager->dev->ops->protect(pager->dev, extent->addr, extent->bytes, readonly, NULL);
+    if (status == TP_OK) {
+        extent->guarded = readonly;
+    } else if (!readonly) {
+        tp_pager_fail(pager, status); /* the writer that is coming will fault */
+    }
+}
+
 void tp_extent_become(tp_pager *pager, tp_extent *extent, tp_extent_state to) {
     TP_ASSERT(tp_extent_may_become(extent->state, to));
     if (extent->block->life == TP_BLOCK_LIVE) {
@@ -51,6 +66,10 @@ void tp_extent_become(tp_pager *pager, tp_extent *extent, tp_extent_state to) {
         count(pager, to, extent->bytes, true);
     }
     extent->state = to;
+    if (pager->readonly_clean && !extent->busy && tp_extent_resident(to)) {
+        guard(pager, extent, to == TP_EXTENT_CLEAN);
+    }
+    if (to == TP_EXTENT_DIRTY || to == TP_EXTENT_EMPTY) extent->printed = false;
 }
 
 void tp_extent_drop_host(tp_pager *pager, tp_extent *extent) {
@@ -81,11 +100,16 @@ void tp_block_count(tp_pager *pager, const tp_block *block, bool live) {
 }
 
 void tp_extent_mark_written(tp_pager *pager, tp_extent *extent) {
+    extent->block->written = pager->use_clock;
     if (extent->state == TP_EXTENT_CLEAN) {
         tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
         tp_extent_drop_host(pager, extent);
     } else if (extent->state == TP_EXTENT_WRITING) {
         extent->written = true;
+    } else if (extent->state == TP_EXTENT_HOST || extent->state == TP_EXTENT_FILLING) {
+        /* Through the host frame, whose fingerprint is no longer the one we have. */
+        extent->printed = false;
+        tp_proof_forget(pager, extent);
     }
 }
 

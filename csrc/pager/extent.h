@@ -1,5 +1,6 @@
 /* extent: the state machine of an extent, drawn in csrc/README.md, and the gauges that follow it.
- * Expects the lock; never drops it; makes no driver call. */
+ * Expects the lock; never drops it; makes no driver call but, with readonly_clean, that which changes
+ * the access to a mapping. */
 #ifndef TP_PAGER_EXTENT_H
 #define TP_PAGER_EXTENT_H
 

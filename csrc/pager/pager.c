@@ -95,6 +95,17 @@ static bool tell_first_paging(tp_pager *pager) {
     return true;
 }
 
+static bool tell_unseen_write(tp_pager *pager) {
+    if (pager->told_unseen || pager->stats.unseen_addr == 0) return false;
+    pager->told_unseen = true;
+    const tp_hooks hooks = pager->hooks;
+    if (hooks.unseen_write == NULL) return false;
+    tp_lock_drop(&pager->lock);
+    hooks.unseen_write(hooks.ctx, pager->stats.unseen_addr, pager->stats.unseen_bytes);
+    tp_lock_take(&pager->lock);
+    return true;
+}
+
 static bool work_in_flight(const tp_pager *pager) {
     return !tp_list_empty(&pager->inflight) || !tp_list_empty(&pager->retiring);
 }
@@ -118,6 +129,7 @@ static void *run(void *arg) {
             }
             moved |= reclaim_ahead(pager);
             moved |= tell_first_paging(pager);
+            moved |= tell_unseen_write(pager);
         }
         if (moved) continue;
         const bool poll = work_in_flight(pager) && pager->failed == TP_OK;
@@ -189,6 +201,7 @@ tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev
         config->large_min_bytes != 0 ? config->large_min_bytes : 2 * TP_MIB;
     pager->offload = config->offload && dev->caps.host_frames;
     pager->strict = config->strict;
+    pager->readonly_clean = config->readonly_clean;
     pager->host_kernels = config->host_kernels;
     pager->page_out_before_op = config->page_out_before_op;
     pager->rules_off = config->rules_off;
@@ -332,8 +345,10 @@ static tp_status check_extent(const tp_extent *extent, tp_error *error) {
     }
     const bool moving =
         extent->state == TP_EXTENT_WRITING || extent->state == TP_EXTENT_FILLING;
-    if ((moving || extent->evict) && !tp_link_in_list(&extent->inflight)) broken = 5;
+    const bool listed = tp_link_in_list(&extent->inflight);
+    if ((moving || extent->evict || extent->place != 0) && !listed) broken = 5;
     if (extent->mapped != NULL && extent->mapped->map_count == 0) broken = 6;
+    if (!extent->busy && extent->guarded && extent->state != TP_EXTENT_CLEAN) broken = 12;
     if (broken == 0) return TP_OK;
     return tp_error_set(error, TP_FAILED, "invariant %d is broken by an extent in %s", broken,
                         tp_extent_state_name(extent->state));

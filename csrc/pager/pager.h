@@ -4,6 +4,7 @@
  *   extent    the state machine of an extent, and the gauges that follow it
  *   victim    which extents to evict (pure)
  *   transfer  queueing a write-back or a fill
+ *   proof     whether a CLEAN extent is what its host frame says
  *   reclaim   where a frame comes from: pools, cached blocks, the device, victims; waiting for one
  *   arming    how much has to be known of operators
  *   alloc     blocks: born, freed, cached, retired
@@ -31,6 +32,13 @@
 #include "pager/types.h"
 
 enum { TP_SIZE_BINS = 256, TP_AHEAD_MAX = 32 };
+
+/* Where the device leaves a fingerprint (pager/proof.h). */
+typedef struct tp_place {
+    bool taken;                    /* an extent waits for it */
+    tp_marker computed;            /* behind the computation; seq 0: it is not marked yet */
+    tp_marker decided, region_end; /* of a check: the extent's and the pager's at that time */
+} tp_place;
 
 /* A block to be filled ahead of its use. */
 typedef struct tp_ahead {
@@ -60,6 +68,7 @@ typedef struct tp_pager {
     tp_link inflight; /* extents: see tp_extent.inflight */
     uint32_t copying
         [2]; /* copies the device has been given and not been seen to finish, by tp_copy_dir */
+    tp_place places[TP_PLACES];
     bool remapping; /* the thread changes the mapping of a live block, with the lock dropped */
     uint32_t mapping_count;   /* blocks being mapped by allocating threads, likewise */
     uint32_t unmapping_count; /* blocks being unmapped with the lock dropped */
@@ -72,7 +81,7 @@ typedef struct tp_pager {
 
     tp_hooks hooks;
     size_t large_min_bytes;
-    bool offload, strict, host_kernels, page_out_before_op;
+    bool offload, strict, readonly_clean, host_kernels, page_out_before_op;
     uint32_t rules_off;
     tp_link regions;         /* open opaque regions of all threads */
     uint32_t region_depth;   /* of those, the ones that close the gate */
@@ -89,6 +98,7 @@ typedef struct tp_pager {
                              in progress; 0: it was not asked to */
     bool pressure; /* somebody had to wait for memory since offload went on: reclaim ahead */
     bool paged;    /* bytes have moved to the host */
+    bool told_unseen;   /* the first unseen write has been told of */
     size_t wanted_size; /* of the frame that was waited for last */
     bool host_full;     /* no host frame could be had; cleared when one becomes free */
     uint32_t

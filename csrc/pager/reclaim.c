@@ -104,8 +104,10 @@ static tp_frame *create(tp_pager *pager, tp_frame_pool *pool, size_t bytes,
 static tp_frame *take_from(tp_pager *pager, tp_block *block, size_t bytes) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
-        if (extent->bytes != bytes || extent->state != TP_EXTENT_DIRTY || extent->busy)
+        if (extent->bytes != bytes || extent->state != TP_EXTENT_DIRTY || extent->busy ||
+            extent->place != 0) {
             continue;
+        }
         tp_frame *frame = extent->device;
         extent->device = NULL;
         tp_extent_become(pager, extent, TP_EXTENT_EMPTY);

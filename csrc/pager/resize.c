@@ -321,7 +321,9 @@ static void forget_copies(tp_pager *pager) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
         for (uint32_t i = 0; i < block->extent_count; i++) {
             tp_extent *extent = &block->extents[i];
-            if (extent->state == TP_EXTENT_CLEAN && !extent->busy) {
+            /* Nor is what we know of those in HOST, once writes are announced no more. */
+            if (!extent->busy &&
+                (extent->state == TP_EXTENT_CLEAN || extent->state == TP_EXTENT_HOST)) {
                 tp_extent_mark_written(pager, extent);
             }
         }

@@ -2,14 +2,15 @@
 
 #include "base/check.h"
 #include "pager/extent.h"
+#include "pager/proof.h"
 #include "pager/region.h"
 
 enum { COPIES_MAX = 2 }; /* in each direction: one runs, one is ready behind it */
 
-bool tp_transfer_room(const tp_pager *pager, tp_copy_dir dir) {
+bool tp_transfer_room(tp_pager *pager, tp_copy_dir dir) {
     /* A copy that must wait for a region's kernels needs a marker that a capture does not allow. */
     if (pager->capture_depth > 0 && tp_pager_gate_closed(pager)) return false;
-    return pager->copying[dir] < COPIES_MAX;
+    return pager->copying[dir] < COPIES_MAX && tp_proof_room(pager);
 }
 
 void tp_transfer_forget(tp_pager *pager, tp_extent *extent) {
@@ -25,34 +26,64 @@ bool tp_transfer_done(tp_pager *pager, tp_extent *extent) {
     return true;
 }
 
-/* Copies between the windows behind everything that has used the block, and marks the copy. A copy
- * that was queued but cannot be marked leaves its frames in doubt: the pager enters FAILED. */
-static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir, bool ordered,
+/* Makes the copy wait, on the device, for everything that has used the block. */
+static tp_status order_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
                             tp_error *error) {
+    const tp_stream stream = pager->dev->copy_stream[dir];
+    /* The marker of the decision stands for uses that have none of their own: operators that
+     * began before the hook was armed, or ended while nobody waited for memory. Without
+     * fingerprints it also stands for what nobody has announced. */
+    tp_uses *uses = &extent->block->uses;
+    const bool marked = tp_uses_marked(uses);
+    tp_status status = TP_OK;
+    if (marked) status = tp_uses_stream_wait(&pager->markers, stream, uses, error);
+    if (!marked || (dir == TP_COPY_TO_HOST && tp_proof_by_copying(pager))) {
+        if (status == TP_OK) {
+            status = tp_marker_stream_wait(&pager->markers, stream, extent->decided, error);
+        }
+    }
+    return status;
+}
+
+/* Copies between the windows, with the fingerprint that goes with it: before what is written back,
+ * behind what is filled (proof.h). */
+static tp_status copy_with_proof(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
+                                 tp_error *error) {
     tp_device *dev = pager->dev;
     const tp_stream stream = dev->copy_stream[dir];
-    if (ordered) {
-        /* The marker of the decision stands for uses that have none of their own: operators that
-         * began before the hook was armed, or ended while nobody waited for memory. */
-        tp_uses *uses = &extent->block->uses;
-        const tp_status status =
-            tp_uses_marked(uses)
-                ? tp_uses_stream_wait(&pager->markers, stream, uses, error)
-                : tp_marker_stream_wait(&pager->markers, stream, extent->decided, error);
-        if (status != TP_OK) return status;
-    }
-    const tp_status settled = tp_regions_order(pager, stream, error);
-    if (settled != TP_OK) return settled;
     const tp_addr host = extent->host->window, device = extent->device->window;
-    tp_status status =
-        dev->ops->copy(dev, dir, dir == TP_COPY_TO_HOST ? host : device,
-                       dir == TP_COPY_TO_HOST ? device : host, extent->bytes, error);
+    if (dir == TP_COPY_TO_HOST) {
+        const tp_status status = tp_proof_with_copy(pager, extent, stream, error);
+        return status == TP_OK ? dev->ops->copy(dev, dir, host, device, extent->bytes, error)
+                               : status;
+    }
+    const tp_status status = dev->ops->copy(dev, dir, device, host, extent->bytes, error);
+    if (status != TP_OK || extent->printed) return status;
+    /* Without one the extent is written back again before it is evicted. */
+    if (tp_proof_with_copy(pager, extent, stream, NULL) != TP_OK) return TP_OK;
+    return TP_OK;
+}
+
+/* Queues a copy and marks it. What was queued but cannot be marked leaves its frames in doubt: the
+ * pager enters FAILED. */
+static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir, bool ordered,
+                            tp_error *error) {
+    TP_REQUIRE(extent->place == 0);
+    tp_status status = ordered ? order_copy(pager, extent, dir, error) : TP_OK;
+    if (status == TP_OK) {
+        status = tp_regions_order(pager, pager->dev->copy_stream[dir], error);
+    }
     if (status != TP_OK) return status;
-    status = tp_marker_record(&pager->markers, stream, &extent->copy, error);
+    const tp_status copied = copy_with_proof(pager, extent, dir, error);
+    if (copied != TP_OK && extent->place == 0) return copied;
+    status =
+        tp_marker_record(&pager->markers, pager->dev->copy_stream[dir], &extent->copy, error);
     if (status != TP_OK) {
         tp_pager_fail(pager, status);
         return status;
     }
+    tp_proof_mark_copy(pager, extent, extent->copy);
+    if (copied != TP_OK) return copied; /* the fingerprint alone is in flight */
     extent->copying = true;
     pager->copying[dir]++;
     return TP_OK;
@@ -71,6 +102,8 @@ tp_status tp_transfer_write_back(tp_pager *pager, tp_extent *extent, tp_error *e
                                         TP_RULE(pager, TP_RULE_WRITE_BACK_ORDER), error);
     if (status != TP_OK) return status;
     extent->written = false;
+    extent->copied_behind = extent->decided;
+    extent->copied_region = pager->region_end;
     tp_extent_become(pager, extent, TP_EXTENT_WRITING);
     tp_tally_add(&pager->stats.write_backs, extent->bytes, 0);
     put_in_flight(pager, extent);

@@ -35,6 +35,9 @@ typedef struct tp_hooks {
     void (*arm)(void *ctx, tp_arming level);
     /* Bytes moved to the host for the first time. On the pager's thread: must not wait for the GIL. */
     void (*first_paging)(void *ctx);
+    /* For the first time a write was found that nobody had announced, to the block at `addr`. On the
+     * pager's thread, as above. */
+    void (*unseen_write)(void *ctx, tp_addr addr, size_t bytes);
     /* The other allocator that shares the budget (PyTorch's native one). Asks it never to hold more
      * than max(cap_bytes, what it holds now); returns the bound that is in force. */
     size_t (*foreign_cap)(void *ctx, size_t cap_bytes);
@@ -56,6 +59,9 @@ typedef struct tp_config {
         host_kernels; /* kernels run on the calling thread while the operator is in progress (CPU
                           tensors): no marker covers one that began before the hook was armed, so
                           the hook is armed as soon as offload is on */
+    bool
+        readonly_clean; /* debugging: CLEAN extents are mapped read-only, so that a write nobody
+                            announced faults where it stands. Slower */
     bool page_out_before_op; /* tests: everything evictable is evicted before each operator */
     bool serve_small;        /* requests below large_min share blocks (the pluggable door);
                                    else each gets a block of its own */
@@ -82,6 +88,7 @@ typedef enum tp_rule {
     TP_RULE_WRITTEN_MEANWHILE = 1
                                 << 8, /* a write during a write-back leaves the extent DIRTY */
     TP_RULE_BUSY_FRAME = 1 << 9,      /* a frame with a copy in flight serves nobody else */
+    TP_RULE_FINGERPRINT = 1 << 10, /* an eviction that copies nothing compares contents first */
     TP_RULE_REGION_WAIT = 1 << 12, /* the gate opens in the waits of a region's own thread only
                                          behind a marker of what it has launched so far */
     TP_RULE_REGION_WRITES = 1 << 13, /* what a region is known to use counts as written */
@@ -158,7 +165,12 @@ typedef struct tp_stats {
     tp_tally memory_stalls; /* of the stalls, those for memory */
     tp_tally
         host_operators; /* accesses run over HOST operands because nothing could be evicted */
-    tp_tally discards;  /* freed extents forgotten without a copy */
+    tp_tally
+        unseen_writes; /* extents found to differ from their copy though no write was announced:
+                               they were copied again */
+    tp_tally unproven; /* CLEAN extents copied again because nothing proved them equal */
+    tp_tally fingerprints; /* asked of the device */
+    tp_tally discards;     /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;
     uint64_t block_count, live_peak_count;
@@ -166,6 +178,9 @@ typedef struct tp_stats {
         regions_closed;    /* opaque regions now, and those that close the gate */
     uint64_t region_count; /* begun */
     uint64_t region_waits; /* times the gate opened for a wait inside one */
+    tp_addr
+        unseen_addr; /* the block of the first unseen write, and what was requested for it; 0: */
+    uint64_t unseen_bytes; /* there was none */
     size_t device_budget, host_budget, foreign_cap;
     bool armed, offload, failed;
 } tp_stats;

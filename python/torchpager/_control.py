@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
@@ -245,6 +246,44 @@ def on_first_paging(slot: int) -> None:
     )
 
 
+def debug(what: str) -> bool:
+    """Return whether ``TORCHPAGER_DEBUG``, a list with commas, asks for something.
+
+    ``readonly``: what is unchanged since it was copied to the host is mapped read-only, so that
+    a write that no operator announces faults where it stands.
+    """
+    return what in os.environ.get("TORCHPAGER_DEBUG", "").split(",")
+
+
+def on_unseen_write(slot: int) -> None:
+    """Warn once that something writes without an operator."""
+    if not _core.is_open(slot):
+        return
+    figures = _core.stats(slot)
+    address, size = figures["unseen_addr"], format_size(figures["unseen_bytes"])
+    warnings.warn(
+        f"something has written to {_tensor_at(address)} ({size}) without an operator: through "
+        "a raw pointer, as ctypes, a NumPy view or an extension module do. torchpager found it "
+        "and copied the bytes again, nothing is lost. But such a write at the very moment its "
+        "tensor is moved would be: torchpager.pin(tensor) keeps the tensor in place. Further "
+        "ones are counted in torchpager.stats().unseen_writes.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _tensor_at(block_address: int) -> str:
+    """Say which tensor lies in a block."""
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.Tensor):
+            continue
+        address = tensor_address(thing)
+        block = _core.block(address) if address else None
+        if block is not None and block["addr"] == block_address:
+            return f"a {type(thing).__name__} of shape {tuple(thing.shape)}, {thing.dtype}"
+    return "a tensor"
+
+
 def at_exit(close: Callable[[], None]) -> None:
     """Have a door closed before the cores are abandoned. ``close`` must not wait."""
     _exit_callbacks.append(close)
@@ -279,5 +318,6 @@ def _abandon() -> None:
 
 
 _core.on_first_paging(on_first_paging)
+_core.on_unseen_write(on_unseen_write)
 os.register_at_fork(after_in_child=_forget_in_child)
 atexit.register(_abandon)

@@ -27,6 +27,7 @@ def sim_open(
     page_out_before_op: bool,
     seed: int,
     poison: bool = True,
+    readonly: bool = False,
 ) -> None:
     """Create the simulated device and its core at SIM_SLOT. CoreError("BUSY") if one is open."""
 
@@ -34,7 +35,12 @@ def sim_close() -> bool:
     """Destroy the simulated core if no block of it is alive. False: blocks are alive, it stays."""
 
 def cuda_open(
-    device: int, *, large_min: int = 0, extent_max: int = 0, serve_small: bool = False
+    device: int,
+    *,
+    large_min: int = 0,
+    extent_max: int = 0,
+    serve_small: bool = False,
+    readonly: bool = False,
 ) -> None:
     """Create the core of a CUDA device. CoreError("UNSUPPORTED") with the reason."""
 
@@ -43,7 +49,8 @@ def abandon_all() -> None:
     """At interpreter exit: stop the pager threads, leave every mapping as it is."""
 
 def caps(slot: int) -> dict[str, Any]:
-    """name, granularity_bytes, total_bytes, host_frames, shared_frames, context_marker."""
+    """name, granularity_bytes, total_bytes, host_frames, shared_frames, context_marker,
+    fingerprints, and no_fingerprints: why there are none, or ""."""
 
 def memory_info(slot: int) -> tuple[int, int]:
     """Device memory free and total as the driver reports them now, bytes."""
@@ -72,6 +79,10 @@ def export(addr: int) -> None:
     """Touched, then immovable for good. An address we do not own: nothing."""
 
 def mark_seen(addr: int) -> None: ...
+def use_clock(slot: int) -> int: ...
+def mark_written(slot: int, addrs: list[int], since: int) -> None:
+    """Written without an operator, unless one was seen to write since use_clock() was `since`."""
+
 def pin(addr: int) -> None: ...
 def unpin(addr: int) -> None: ...
 def evict(addr: int) -> None: ...
@@ -86,6 +97,9 @@ def reset_stats(slot: int, peaks: bool = True, totals: bool = True) -> None: ...
 def last_oom(slot: int) -> dict[str, Any] | None: ...
 def on_first_paging(callback: Callable[[int], None] | None) -> None:
     """callback(slot), once a slot, on the main thread, soon after bytes first moved to the host."""
+
+def on_unseen_write(callback: Callable[[int], None] | None) -> None:
+    """callback(slot), once a core, on the main thread: see unseen_addr in stats()."""
 
 def sim_fd(kind: str) -> int:
     """The memfd of "device" or "host" frames of the simulated device."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from torchpager import _control, regions
+from torchpager import _control, optimizers, regions
 from torchpager._targets import DeviceLike, resolve
 from torchpager.budget import host_size, resolve_host
 from torchpager.errors import UnavailableError
@@ -46,6 +46,8 @@ class AutoOffload(_control.Context):
         )
         _control.mark_tensors_seen(target.slot)
         _control.use_slot(target.slot)
+        self._undo_later(partial(optimizers.unwatch, self))
+        optimizers.watch(self, target.slot)
 
 
 def auto_offload(*, host: Size | None = None, device: DeviceLike = None) -> AutoOffload:

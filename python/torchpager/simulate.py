@@ -25,6 +25,7 @@ class _Options:
     strict: bool
     page_out_before_op: bool
     seed: int
+    readonly: bool
 
 
 class Simulation(_control.Context):
@@ -81,6 +82,7 @@ class Simulation(_control.Context):
             strict=strict,
             page_out_before_op=page_out_before_each_op,
             seed=seed,
+            readonly=_control.debug("readonly"),
         )
 
     def __repr__(self) -> str:

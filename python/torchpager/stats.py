@@ -63,6 +63,12 @@ class Stats:
     """Waits of a thread that launches operators."""
     host_operators: Tally = Tally()
     """Accesses that ran over operands in HOST because nothing could be evicted."""
+    unseen_writes: Tally = Tally()
+    """Bytes found changed though no operator announced a write: they were copied again."""
+    unproven: Tally = Tally()
+    """Unchanged as far as was known, and copied again because nothing could prove it."""
+    fingerprints: Tally = Tally()
+    """Contents looked at on the device, to know whether they have changed."""
     discards: Tally = Tally()
     """Freed bytes forgotten without a copy."""
     frame_creates: Tally = Tally()

@@ -17,7 +17,8 @@ class Status:
     active: bool
     """Whether a budget or paging is in force."""
     reasons: tuple[str, ...]
-    """Why it is not active, and why the promise about addresses does not hold; else empty."""
+    """Why it is not active, why the promise about addresses does not hold, and why contents
+    cannot be compared; else empty."""
     device: str | None = None
     door: str | None = None
     """How tensors are served: "wrapper", "pluggable" or "simulated"."""
@@ -29,6 +30,9 @@ class Status:
     """Whether the operator hook is installed: only while held bytes are near the budget."""
     p4: bool | None = None
     """Whether a live tensor's address is always mapped, also while its bytes are in HOST."""
+    verified: bool | None = None
+    """Whether contents are compared before device memory is given up without a copy. If not,
+    it is never given up without one."""
     native_bytes: int = 0
     """Bytes of native tensors, which count and stay: see :func:`torchpager.adopt`."""
     failed: bool = False
@@ -107,6 +111,9 @@ def _of_target(target: Target) -> Status:
     reasons = [] if active else ["no budget() and no auto_offload() is active on this device"]
     if active and not p4:
         reasons.append(doubt)
+    caps = _core.caps(target.slot)
+    if active and not caps["fingerprints"]:
+        reasons.append(f"every eviction copies: {caps['no_fingerprints']}")
     return Status(
         active=active,
         reasons=tuple(reasons),
@@ -117,6 +124,7 @@ def _of_target(target: Target) -> Status:
         offload=settings.offload,
         armed=bool(figures["armed"]),
         p4=p4,
+        verified=bool(caps["fingerprints"]),
         native_bytes=target.native_bytes(),
         failed=bool(figures["failed"]),
     )

@@ -27,7 +27,9 @@ static const struct {
     [FAULT_HOST_FRAME] = {"frame_create(host)", TP_NO_HOST_MEMORY},
     [FAULT_MAP] = {"map", TP_DEVICE_ERROR},
     [FAULT_UNMAP] = {"unmap", TP_DEVICE_ERROR},
+    [FAULT_PROTECT] = {"protect", TP_DEVICE_ERROR},
     [FAULT_COPY] = {"copy", TP_DEVICE_ERROR},
+    [FAULT_FINGERPRINT] = {"fingerprint", TP_DEVICE_ERROR},
     [FAULT_EVENT_CREATE] = {"event_create", TP_NO_HOST_MEMORY},
     [FAULT_EVENT_RECORD] = {"event_record", TP_DEVICE_ERROR},
     [FAULT_EVENT_RECORD_CONTEXT] = {"event_record_context", TP_DEVICE_ERROR},
@@ -105,11 +107,29 @@ static tp_status fault_unmap(tp_device *dev, tp_addr addr, size_t bytes, tp_erro
     return inner_of(dev)->ops->unmap(inner_of(dev), addr, bytes, error);
 }
 
+static tp_status fault_protect(tp_device *dev, tp_addr addr, size_t bytes, bool readonly,
+                               tp_error *error) {
+    const tp_status status = fault_check(dev, FAULT_PROTECT, error);
+    if (status != TP_OK) return status;
+    return inner_of(dev)->ops->protect(inner_of(dev), addr, bytes, readonly, error);
+}
+
 static tp_status fault_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src,
                             size_t bytes, tp_error *error) {
     const tp_status status = fault_check(dev, FAULT_COPY, error);
     if (status != TP_OK) return status;
     return inner_of(dev)->ops->copy(inner_of(dev), dir, dst, src, bytes, error);
+}
+
+static tp_status fault_fingerprint(tp_device *dev, tp_stream stream, tp_addr addr, size_t bytes,
+                                   uint32_t place, tp_error *error) {
+    const tp_status status = fault_check(dev, FAULT_FINGERPRINT, error);
+    if (status != TP_OK) return status;
+    return inner_of(dev)->ops->fingerprint(inner_of(dev), stream, addr, bytes, place, error);
+}
+
+static tp_fingerprint fault_fingerprint_read(tp_device *dev, uint32_t place) {
+    return inner_of(dev)->ops->fingerprint_read(inner_of(dev), place);
 }
 
 static tp_status fault_event_create(tp_device *dev, tp_event *out, tp_error *error) {
@@ -178,7 +198,10 @@ static const tp_device_ops fault_ops = {
     .frame_destroy = fault_frame_destroy,
     .map = fault_map,
     .unmap = fault_unmap,
+    .protect = fault_protect,
     .copy = fault_copy,
+    .fingerprint = fault_fingerprint,
+    .fingerprint_read = fault_fingerprint_read,
     .event_create = fault_event_create,
     .event_destroy = fault_event_destroy,
     .event_record = fault_event_record,

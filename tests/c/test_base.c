@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "base/fingerprint.h"
 #include "base/list.h"
 #include "base/lock.h"
 #include "base/stats.h"
@@ -30,6 +31,36 @@ TEST(size_helpers_at_their_edges) {
     EXPECT_EQ(tp_max_size(2, 3), 3);
     EXPECT_EQ(tp_sub_floor(2, 3), 0);
     EXPECT_EQ(tp_sub_floor(3, 2), 1);
+}
+
+/* Whatever a kernel may do to a block, and also where most bytes are 0. */
+TEST(fingerprint_tells_contents_apart) {
+    enum { BYTES = 4096 };
+    static unsigned char plain[BYTES], other[BYTES];
+    for (int zeros = 0; zeros < 2; zeros++) {
+        for (int i = 0; i < BYTES; i++)
+            plain[i] = (unsigned char)(zeros ? 0 : i * 13 + i / 256);
+        const tp_fingerprint was = tp_fingerprint_of(plain, BYTES);
+        EXPECT(tp_fingerprint_same(was, tp_fingerprint_of(plain, BYTES)));
+        EXPECT(!tp_fingerprint_same(was, tp_fingerprint_of(plain, BYTES / 2)));
+        for (int bit = 0; bit < BYTES * 8; bit += 7) {
+            memcpy(other, plain, BYTES);
+            other[bit / 8] ^= (unsigned char)(1 << bit % 8);
+            const tp_fingerprint now = tp_fingerprint_of(other, BYTES);
+            EXPECT(now.low != was.low || now.high != was.high);
+        }
+        /* Two parts of a size change places, large and small. */
+        for (size_t part = 8; part <= BYTES / 2; part *= 2) {
+            memcpy(other, plain, BYTES);
+            other[0] = 1; /* not all the same */
+            const tp_fingerprint before = tp_fingerprint_of(other, BYTES);
+            unsigned char kept[BYTES / 2];
+            memcpy(kept, other, part);
+            memcpy(other, other + part, part);
+            memcpy(other + part, kept, part);
+            EXPECT(!tp_fingerprint_same(before, tp_fingerprint_of(other, BYTES)));
+        }
+    }
 }
 
 typedef struct numbered {

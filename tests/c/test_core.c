@@ -463,6 +463,7 @@ static void run_schedule(const world_options *options, unsigned actions, unsigne
     if (options->rules_off == 0) {
         EXPECT(stats_of(&w).reserved.peak <= options->budget_bytes);
         EXPECT(!stats_of(&w).failed);
+        if (!options->blind_writers) EXPECT_EQ(stats_of(&w).unseen_writes.count, 0);
     }
     world_close(&w);
     if (world_violations(&w) > 0 && options->rules_off == 0) {
@@ -482,6 +483,9 @@ TEST(schedules_agree_with_the_model) {
         options.strict = i % 5 == 4;
         options.no_context_marker = i % 7 == 6;
         options.fixed_sizes = i % 2 == 0;
+        options.blind_writers = i % 3 == 1;
+        options.no_fingerprints = i % 8 == 5;
+        options.readonly_clean = i % 4 == 3 && !options.blind_writers;
         if (options.strict) options.host_bytes = 8 * TP_MIB;
         run_schedule(&options, 60, &violations);
     }
@@ -545,6 +549,7 @@ static void expect_rule_needed(uint32_t rule, unsigned schedules) {
         world_options options = usual(test_random(&state));
         options.budget_bytes = (96 + 64 * (tried % 4)) * TP_KIB;
         options.fixed_sizes = true;
+        options.blind_writers = rule == TP_RULE_FINGERPRINT;
         options.rules_off = rule;
         run_schedule(&options, 150, &violations);
     }
@@ -563,9 +568,11 @@ RULE_TEST(region_writes, TP_RULE_REGION_WRITES, 3000)
 RULE_TEST(region_order, TP_RULE_REGION_ORDER, 3000)
 RULE_TEST(old_mappings, TP_RULE_OLD_MAPPING, 3000)
 RULE_TEST(same_stream_reuse, TP_RULE_SAME_STREAM, 3000)
-RULE_TEST(write_back_order, TP_RULE_WRITE_BACK_ORDER, 3000)
+/* Fingerprints find what two of the rules would lose: they go off together. */
+RULE_TEST(write_back_order, TP_RULE_WRITE_BACK_ORDER | TP_RULE_FINGERPRINT, 3000)
 RULE_TEST(fill_completion, TP_RULE_FILL_COMPLETE, 3000)
-RULE_TEST(written_meanwhile, TP_RULE_WRITTEN_MEANWHILE, 3000)
+RULE_TEST(written_meanwhile, TP_RULE_WRITTEN_MEANWHILE | TP_RULE_FINGERPRINT, 3000)
+RULE_TEST(fingerprints, TP_RULE_FINGERPRINT, 3000)
 
 /* Two rules are seldom needed by chance: each has a scene of its own. */
 

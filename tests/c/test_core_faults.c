@@ -157,6 +157,11 @@ TEST(fault_in_a_query_ends_in_failed) {
     EXPECT_EQ(went_failed, 1);
 }
 
+TEST(fault_in_fingerprints_is_survived) {
+    loop(1u << FAULT_FINGERPRINT, false);
+    loop(1u << FAULT_FINGERPRINT, true);
+}
+
 /* ---- one allocation, on both devices -------------------------------------------------------- */
 
 enum { HELD_GRANULES = 4, WANTED_GRANULES = 6, TIGHT_GRANULES = 8, WIDE_GRANULES = 16 };

@@ -646,6 +646,91 @@ CONTRACT(threads_use_the_device_side_by_side) {
     }
 }
 
+/* ---- access ------------------------------------------------------------------------------ */
+
+CONTRACT(read_only_mapping_is_read_and_its_frame_is_written_elsewhere) {
+    const size_t unit = be->unit;
+    const tp_addr base = range_open(be, 2 * unit);
+    const tp_handle frame = frame_open(be, TP_FRAME_DEVICE, unit);
+    map(be, base, unit, frame);
+    map(be, base + unit, unit, frame);
+    MUST_OK(be->dev->ops->protect(be->dev, base, unit, true, &test_error));
+    fill(be, base + unit, unit, 91); /* another mapping of the frame is as it was */
+    EXPECT(holds(be, base, unit, 91));
+    MUST_OK(be->dev->ops->protect(be->dev, base, unit, false, &test_error));
+    fill(be, base, unit, 92);
+    EXPECT(holds(be, base + unit, unit, 92));
+    unmap(be, base, unit);
+    unmap(be, base + unit, unit);
+    frame_close(be, TP_FRAME_DEVICE, frame, unit);
+    range_close(be, base, 2 * unit);
+}
+
+/* ---- fingerprints ------------------------------------------------------------------------ */
+
+static tp_fingerprint fingerprint(const backend *be, tp_stream stream, tp_addr addr,
+                                  size_t bytes, uint32_t place) {
+    const tp_event event = event_open(be);
+    MUST_OK(be->dev->ops->fingerprint(be->dev, stream, addr, bytes, place, &test_error));
+    finish(be, stream, event);
+    be->dev->ops->event_destroy(be->dev, event);
+    return be->dev->ops->fingerprint_read(be->dev, place);
+}
+
+/* The fingerprint of base/fingerprint.h, of what the host reads at that address. */
+static tp_fingerprint wanted(const backend *be, tp_addr addr, size_t bytes) {
+    unsigned char *copied = malloc(bytes);
+    MUST(copied != NULL && be->read(be, addr, copied, bytes));
+    const tp_fingerprint found = tp_fingerprint_of(copied, bytes);
+    free(copied);
+    return found;
+}
+
+CONTRACT(fingerprint_is_that_of_the_bytes) {
+    if (!be->dev->caps.fingerprints) SKIP(be->dev->caps.no_fingerprints);
+    const size_t granule = be->dev->caps.granularity_bytes;
+    for (size_t granules = 1; granules <= 5; granules += 2) {
+        const size_t bytes = granules * granule;
+        const tp_addr addr = range_open(be, bytes);
+        const tp_handle frame = frame_open(be, TP_FRAME_DEVICE, bytes);
+        map(be, addr, bytes, frame);
+        fill(be, addr, bytes, 71 + granules);
+        const tp_fingerprint was = fingerprint(be, be->dev->check_stream, addr, bytes, 0);
+        EXPECT(tp_fingerprint_same(was, wanted(be, addr, bytes)));
+        EXPECT(tp_fingerprint_same(was, fingerprint(be, be->dev->copy_stream[TP_COPY_TO_HOST],
+                                                    addr, bytes, TP_PLACES - 1)));
+        const unsigned char byte = 0xA5;
+        MUST(be->write(be, addr + bytes - 1, &byte, 1));
+        EXPECT(
+            !tp_fingerprint_same(was, fingerprint(be, be->dev->check_stream, addr, bytes, 0)));
+        unmap(be, addr, bytes);
+        frame_close(be, TP_FRAME_DEVICE, frame, bytes);
+        range_close(be, addr, bytes);
+    }
+}
+
+CONTRACT(fingerprints_are_computed_in_stream_order) {
+    if (!be->dev->caps.host_frames) SKIP("no host frames here");
+    if (!be->dev->caps.fingerprints) SKIP(be->dev->caps.no_fingerprints);
+    const quad q = quad_open(be, be->unit);
+    const tp_stream stream = be->dev->copy_stream[TP_COPY_TO_DEVICE];
+    const tp_event event = event_open(be);
+    fill(be, q.device[0], q.bytes, 81);
+    fill(be, q.host[0], q.bytes, 82);
+    const tp_fingerprint before = wanted(be, q.device[0], q.bytes);
+    const tp_fingerprint after = wanted(be, q.host[0], q.bytes);
+    const tp_device_ops *ops = be->dev->ops;
+    MUST_OK(ops->fingerprint(be->dev, stream, q.device[0], q.bytes, 2, &test_error));
+    copy(be, TP_COPY_TO_DEVICE, q.device[0], q.host[0], q.bytes);
+    MUST_OK(ops->fingerprint(be->dev, stream, q.device[0], q.bytes, 3, &test_error));
+    finish(be, stream, event);
+    EXPECT(tp_fingerprint_same(ops->fingerprint_read(be->dev, 2), before));
+    EXPECT(tp_fingerprint_same(ops->fingerprint_read(be->dev, 3), after));
+    EXPECT(ops->fingerprint(be->dev, stream, q.device[0], q.bytes, TP_PLACES, NULL) != TP_OK);
+    be->dev->ops->event_destroy(be->dev, event);
+    quad_close(be, &q);
+}
+
 /* ---- fault_device itself ----------------------------------------------------------------- */
 
 static tp_status actions(const backend *be, tp_addr base, tp_error *error) {

@@ -341,7 +341,11 @@ TEST(capabilities_switched_off_answer_unsupported) {
     tp_sim_options options = options_usual(0);
     options.no_context_marker = true;
     options.no_host_frames = true;
+    options.no_fingerprints = true;
     tp_device *dev = sim_open(&options);
+    EXPECT(!dev->caps.fingerprints && dev->caps.no_fingerprints[0] != '\0');
+    EXPECT_STATUS(dev->ops->fingerprint(dev, dev->check_stream, 0, GRANULE, 0, &test_error),
+                  TP_UNSUPPORTED);
     EXPECT(!dev->caps.context_marker && !dev->caps.host_frames && dev->caps.shared_frames);
     const tp_event event = event_open(dev);
     tp_handle handle = 77;
@@ -414,6 +418,23 @@ TEST(missing_mapping_is_seen_by_kernels_and_kills_raw_access) {
     EXPECT(!test_ends_by_signal(SIGSEGV, touch_byte, (void *)(uintptr_t)pair.host_addr));
     MUST_OK(dev->ops->map(dev, pair.device_addr, GRANULE, pair.device, &test_error));
     EXPECT(tp_sim_read(dev, pair.device_addr, &word, sizeof word));
+    pair_close(dev, &pair);
+    dev->ops->destroy(dev);
+}
+
+static void write_one(void *arg) { *(volatile uint64_t *)arg = 1; }
+
+TEST(write_through_a_read_only_mapping_faults) {
+    tp_device *dev = sim_open_seed(test_seed());
+    const frame_pair pair = pair_open(dev, TP_MIB);
+    void *at = (void *)(uintptr_t)pair.device_addr;
+    MUST_OK(dev->ops->protect(dev, pair.device_addr, pair.bytes, true, &test_error));
+    EXPECT_EQ(*(volatile unsigned char *)at, 0xDB);
+    EXPECT(test_ends_by_signal(SIGSEGV, write_one, at));
+    MUST_OK(dev->ops->protect(dev, pair.device_addr, pair.bytes, false, &test_error));
+    write_one(at);
+    EXPECT_STATUS(dev->ops->protect(dev, pair.device_addr, GRANULE, true, &test_error),
+                  TP_INVALID);
     pair_close(dev, &pair);
     dev->ops->destroy(dev);
 }
@@ -769,6 +790,29 @@ TEST(clock_of_copies_one_way_is_bytes_over_the_link) {
     run_all(dev);
     EXPECT(near_ns(tp_sim_clock_ns(dev), 10 * (double)pair.bytes * 1e9 / 55e9));
     pair_close(dev, &pair);
+    dev->ops->destroy(dev);
+}
+
+TEST(fingerprint_takes_time_and_meets_what_is_there_in_its_turn) {
+    tp_device *dev = sim_open_seed(test_seed());
+    const frame_pair pair = pair_open(dev, TP_MIB);
+    MUST_OK(dev->ops->fingerprint(dev, dev->check_stream, pair.device_addr, pair.bytes, 0,
+                                  &test_error));
+    const uint64_t late = 7;
+    MUST(tp_sim_write(dev, pair.device_addr, &late, sizeof late));
+    run_all(dev);
+    EXPECT(near_ns(tp_sim_clock_ns(dev), (double)pair.bytes * 1e9 / 2e12));
+    EXPECT(tp_fingerprint_same(
+        dev->ops->fingerprint_read(dev, 0),
+        tp_fingerprint_of((const void *)(uintptr_t)pair.device_addr, pair.bytes)));
+    MUST_OK(dev->ops->fingerprint(dev, dev->check_stream, pair.device_addr, pair.bytes, 0,
+                                  &test_error));
+    pair_close(dev, &pair);
+    run_all(dev);
+    tp_event event = NULL;
+    MUST_OK(dev->ops->event_create(dev, &event, &test_error));
+    EXPECT_STATUS(dev->ops->event_record(dev, event, NULL, &test_error), TP_DEVICE_ERROR);
+    dev->ops->event_destroy(dev, event);
     dev->ops->destroy(dev);
 }
 

@@ -144,7 +144,8 @@ void world_open(world *w, const world_options *options) {
                                 .granularity_bytes = options->granularity_bytes,
                                 .seed = options->seed,
                                 .poison = true,
-                                .no_context_marker = options->no_context_marker};
+                                .no_context_marker = options->no_context_marker,
+                                .no_fingerprints = options->no_fingerprints};
     MUST_OK(tp_sim_device_create(&sim, &w->dev, &test_error));
     if (!options->gentle) {
         plain_unmap = w->dev->ops->unmap;
@@ -160,6 +161,7 @@ void world_open(world *w, const world_options *options) {
                               .segment_bytes = 256 * TP_MIB,
                               .offload = options->offload,
                               .strict = options->strict,
+                              .readonly_clean = options->readonly_clean,
                               .rules_off = options->rules_off};
     MUST_OK(tp_core_create(&config, w->dev, &w->core, &test_error));
     open_streams(w);
@@ -328,6 +330,16 @@ void world_region(world *w, unsigned stream, int target, int made, size_t bytes)
     tp_region_fini(&region);
 }
 
+void world_blind_write(world *w, unsigned stream, int target) {
+    world_tensor *t = &w->tensors[target];
+    order(w, t, stream);
+    t->value = new_value(w);
+    kernel *k = kernel_new(w);
+    kernel_add(k, t, t->value, true);
+    kernel_launch(w, stream, k);
+    note_use(w, t, stream);
+}
+
 static int pick(world *w, bool live) {
     const unsigned from = (unsigned)test_random_below(&w->random, WORLD_TENSORS);
     for (unsigned i = 0; i < WORLD_TENSORS; i++) {
@@ -340,6 +352,19 @@ static int pick(world *w, bool live) {
 static size_t random_bytes(world *w) {
     if (w->options.fixed_sizes) return 2 * w->options.extent_bytes;
     return 1 + (size_t)test_random_below(&w->random, 3 * w->options.extent_bytes);
+}
+
+/* Inside a region nothing is remapped; what is resident then stays so until its kernels are over.
+ * (A blind writer at the very moment of a fill or an eviction is what remains.) */
+static void act_blind_write(world *w, unsigned stream) {
+    const int idx = pick(w, true);
+    if (idx < 0) return;
+    tp_region_begin(w->core);
+    tp_block_info info;
+    if (tp_block_query(w->core, w->tensors[idx].addr, &info) && info.host_count == 0) {
+        world_blind_write(w, stream, idx);
+    }
+    tp_region_end(w->core);
 }
 
 static void act_op(world *w, unsigned stream) {
@@ -358,6 +383,9 @@ static void act_op(world *w, unsigned stream) {
 
 void world_act(world *w) {
     const unsigned stream = (unsigned)test_random_below(&w->random, WORLD_STREAMS);
+    if (w->options.blind_writers && test_random_below(&w->random, 6) == 0) {
+        act_blind_write(w, stream);
+    }
     const uint64_t what = test_random_below(&w->random, 100);
     if (what < 20) {
         const int idx = pick(w, false);

@@ -31,6 +31,8 @@ typedef struct world_options {
     bool fixed_sizes; /* every tensor has two extents */
     int copy_idles;   /* idle work before each copy; 0: before some */
     bool gentle;      /* the simulated device as it is */
+    bool no_fingerprints, readonly_clean;
+    bool blind_writers; /* some kernels write without being announced */
 } world_options;
 
 typedef struct world {
@@ -68,6 +70,8 @@ void world_blind_read(world *w, unsigned stream, int read, bool region);
 /* A region that is known to use `target`: it writes to it, allocates `made` (-1: nothing), which may
  * wait for memory, and writes to it again. */
 void world_region(world *w, unsigned stream, int target, int made, size_t bytes);
+/* A kernel that writes, launched likewise. */
+void world_blind_write(world *w, unsigned stream, int target);
 /* Work that does nothing, to be run before what comes later on the stream. */
 void world_idle(world *w, unsigned stream, int count);
 /* One random action. */

@@ -35,7 +35,12 @@ def nothing_left_behind():
 @pytest.fixture(autouse=True)
 def quiet_environment(monkeypatch):
     """Take the defaults out of the environment."""
-    for name in ("TORCHPAGER_BUDGET", "TORCHPAGER_HOST_BUDGET", "TORCHPAGER_AUTOSTART"):
+    for name in (
+        "TORCHPAGER_BUDGET",
+        "TORCHPAGER_HOST_BUDGET",
+        "TORCHPAGER_AUTOSTART",
+        "TORCHPAGER_DEBUG",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
