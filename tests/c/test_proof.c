@@ -314,11 +314,13 @@ TEST(region_that_was_open_since_a_check_calls_for_another) {
     do {
         tp_sim_get_counts(w.dev, &now);
     } while (now.fingerprints == before.fingerprints);
-    tp_region_begin(w.core);
+    tp_region region = {0};
+    tp_region_begin(w.core, &region, NULL, 0, w.streams[0]);
     tp_block_info info;
     MUST(tp_block_query(w.core, w.tensors[0].addr, &info));
     world_blind_write(&w, 1, 0);
-    tp_region_end(w.core);
+    tp_region_end(&region);
+    tp_region_fini(&region);
     EXPECT(pthread_join(thread, NULL) == 0);
     idles_behind = 0;
     /* Unless this thread was so late that the eviction had ended before. */

@@ -359,12 +359,14 @@ static size_t random_bytes(world *w) {
 static void act_blind_write(world *w, unsigned stream) {
     const int idx = pick(w, true);
     if (idx < 0) return;
-    tp_region_begin(w->core);
+    tp_region region = {0};
+    tp_region_begin(w->core, &region, NULL, 0, w->streams[stream]);
     tp_block_info info;
     if (tp_block_query(w->core, w->tensors[idx].addr, &info) && info.host_count == 0) {
         world_blind_write(w, stream, idx);
     }
-    tp_region_end(w->core);
+    tp_region_end(&region);
+    tp_region_fini(&region);
 }
 
 static void act_op(world *w, unsigned stream) {
