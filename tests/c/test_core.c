@@ -563,12 +563,12 @@ static void expect_rule_needed(uint32_t rule, unsigned schedules) {
 RULE_TEST(context_markers, TP_RULE_CONTEXT_MARKER, 3000)
 RULE_TEST(pins, TP_RULE_PIN, 3000)
 RULE_TEST(gate, TP_RULE_GATE, 3000)
-RULE_TEST(region_waits, TP_RULE_REGION_WAIT, 3000)
-RULE_TEST(region_writes, TP_RULE_REGION_WRITES, 3000)
-RULE_TEST(region_order, TP_RULE_REGION_ORDER, 3000)
+RULE_TEST(region_waits, TP_RULE_REGION_WAIT | TP_RULE_FINGERPRINT, 3000)
+RULE_TEST(region_writes, TP_RULE_REGION_WRITES | TP_RULE_FINGERPRINT, 3000)
+RULE_TEST(region_order, TP_RULE_REGION_ORDER | TP_RULE_FINGERPRINT, 3000)
 RULE_TEST(old_mappings, TP_RULE_OLD_MAPPING, 3000)
 RULE_TEST(same_stream_reuse, TP_RULE_SAME_STREAM, 3000)
-/* Fingerprints find what two of the rules would lose: they go off together. */
+/* Fingerprints find what some of the rules would lose: they go off together. */
 RULE_TEST(write_back_order, TP_RULE_WRITE_BACK_ORDER | TP_RULE_FINGERPRINT, 3000)
 RULE_TEST(fill_completion, TP_RULE_FILL_COMPLETE, 3000)
 RULE_TEST(written_meanwhile, TP_RULE_WRITTEN_MEANWHILE | TP_RULE_FINGERPRINT, 3000)
