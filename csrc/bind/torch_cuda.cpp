@@ -124,6 +124,8 @@ size_t bound_locked(DeviceState &state, int device) {
 size_t foreign_cap(int slot, size_t cap_bytes) {
     DeviceState &state = state_of(slot);
     try {
+        const c10::cuda::CUDAStreamCaptureModeGuard during_captures(
+            cudaStreamCaptureModeRelaxed);
         const std::lock_guard<std::mutex> guard(state.mutex);
         state.cap_bytes = cap_bytes;
         apply_fraction_locked(state, slot);
@@ -145,6 +147,8 @@ size_t foreign_held(int slot) {
 void foreign_flush(int slot) {
     (void)slot; /* the native call flushes every device */
     try {
+        const c10::cuda::CUDAStreamCaptureModeGuard during_captures(
+            cudaStreamCaptureModeRelaxed);
         native()->emptyCache();
     } catch (...) {
         /* Nothing was given back; the caller reads what is held again. */
@@ -214,10 +218,13 @@ template <class Call> auto native_with_room(int device, size_t bytes, Call call)
 
 /* ---- captures and private pools ---------------------------------------------------------- */
 
+using StreamFilter = std::function<bool(cudaStream_t)>;
+
 struct PoolUse {
     int device;
     c10::MempoolId_t id;
-    std::function<bool(cudaStream_t)> filter;
+    bool capture; /* the cores have been told of a capture when it began */
+    StreamFilter filter;
 };
 
 std::mutex pools_mutex; /* protects what follows */
@@ -234,20 +241,49 @@ bool in_private_pool(int device, cudaStream_t stream) {
     return false;
 }
 
-void pool_begin(int device, c10::MempoolId_t id, std::function<bool(cudaStream_t)> filter) {
+void pool_begin(int device, c10::MempoolId_t id, bool capture, StreamFilter filter) {
     const std::lock_guard<std::mutex> guard(pools_mutex);
-    pools_in_use.push_back({device, id, std::move(filter)});
+    pools_in_use.push_back({device, id, capture, std::move(filter)});
     pool_count.fetch_add(1, std::memory_order_release);
 }
 
-void pool_end(int device, c10::MempoolId_t id) {
+/* Whether it was a capture. */
+bool pool_end(int device, c10::MempoolId_t id) {
     const std::lock_guard<std::mutex> guard(pools_mutex);
     for (size_t i = pools_in_use.size(); i-- > 0;) {
         if (pools_in_use[i].device != device || pools_in_use[i].id != id) continue;
+        const bool capture = pools_in_use[i].capture;
         pools_in_use.erase(pools_in_use.begin() + static_cast<std::ptrdiff_t>(i));
         pool_count.fetch_sub(1, std::memory_order_release);
-        return;
+        return capture;
     }
+    return false;
+}
+
+/* A torch without markCaptureBegin does not tell captures from other uses of a pool. A capture's
+ * filter takes the streams that are part of it, so none of ours; the others take a thread's. */
+[[maybe_unused]] bool is_capture(int device, const StreamFilter &filter) {
+    tp_core *core = core_of(device);
+    if (core == nullptr) return true;
+    try {
+        return !filter(static_cast<cudaStream_t>(tp_core_device(core)->check_stream));
+    } catch (...) {
+        return true;
+    }
+}
+
+/* During a capture nothing can be evicted to make room for what it allocates, all of it native: the
+ * native allocator may grow by all that is free before it begins. */
+void widen_for_capture(tp_core *core, int device) {
+    if (!is_shared(device)) return;
+    tp_stats stats;
+    tp_core_stats(core, &stats);
+    const size_t room =
+        tp_sub_floor(stats.device_budget, stats.reserved.current + foreign_held(device));
+    size_t granted = 0;
+    tp_error error{};
+    /* Refused, the capture has to do with what it has. */
+    if (tp_core_yield_to_foreign(core, room, &granted, &error) != TP_OK) return;
 }
 
 void capture_begin() {
@@ -255,6 +291,7 @@ void capture_begin() {
     for (int device = 0; device < kDevices; device++) {
         tp_core *core = tp_core_at(device);
         if (core == nullptr) continue;
+        widen_for_capture(core, device);
         tp_capture_begin(core);
         told.push_back(core);
     }
@@ -507,20 +544,19 @@ class CudaDoor final : public cca::CUDAAllocator {
         if (pool == Pool{0, 0}) append_our_segments(info.segments);
         return info;
     }
-    void beginAllocateToPool(Device device, Pool pool,
-                             std::function<bool(cudaStream_t)> filter) override {
+    void beginAllocateToPool(Device device, Pool pool, StreamFilter filter) override {
         native()->beginAllocateToPool(device, pool, filter);
-        pool_begin(device, pool, std::move(filter));
-#ifndef TP_TORCH_HAS_markCaptureBegin
-        capture_begin(); /* this torch does not tell captures from other uses of a pool */
+#ifdef TP_TORCH_HAS_markCaptureBegin
+        const bool capture = false; /* it says so itself */
+#else
+        const bool capture = is_capture(device, filter);
 #endif
+        if (capture) capture_begin();
+        pool_begin(device, pool, capture, std::move(filter));
     }
     void endAllocateToPool(Device device, Pool pool) override {
         native()->endAllocateToPool(device, pool);
-        pool_end(device, pool);
-#ifndef TP_TORCH_HAS_markCaptureBegin
-        capture_end();
-#endif
+        if (pool_end(device, pool)) capture_end();
     }
 #ifdef TP_TORCH_HAS_markCaptureBegin
     void markCaptureBegin(Device device) override {

@@ -695,6 +695,7 @@ CONTRACT(fingerprint_is_that_of_the_bytes) {
         const tp_handle frame = frame_open(be, TP_FRAME_DEVICE, bytes);
         map(be, addr, bytes, frame);
         fill(be, addr, bytes, 71 + granules);
+        EXPECT(holds(be, addr, bytes, 71 + granules)); /* the fill has ended */
         const tp_fingerprint was = fingerprint(be, be->dev->check_stream, addr, bytes, 0);
         EXPECT(tp_fingerprint_same(was, wanted(be, addr, bytes)));
         EXPECT(tp_fingerprint_same(was, fingerprint(be, be->dev->copy_stream[TP_COPY_TO_HOST],

@@ -1,6 +1,7 @@
 """Writes by raw pointer that nobody announces, and what finding them costs."""
 
 import ctypes
+import gc
 import re
 import statistics
 import time
@@ -209,6 +210,7 @@ def test_blind_optimizer_gives_the_same_bits_at_a_small_budget(
     add: Callable[[torch.Tensor, torch.Tensor, float], None],
 ) -> None:
     wanted = trained(add)  # 768 MiB of parameters, gradients and moments
+    gc.collect()
     torch.cuda.empty_cache()
     with torchpager.budget("480 MiB"), torchpager.auto_offload():
         torchpager.reset_stats()
@@ -244,6 +246,7 @@ def test_debug_mode_stops_a_blind_kernel_where_it_stands(python: Callable[..., s
 
 # -- cost ------------------------------------------------------------------------------------
 
+BLOCKS = 264  # GRID_BLOCKS of device_cuda.c
 IDLE_SHARE = 0.03
 BUSY_SHARE = 0.20
 
@@ -267,12 +270,14 @@ def test_fingerprint_costs_little_beside_the_copy(capsys: pytest.CaptureFixture[
     kernel = Kernel("\n".join(lines).replace('\\"', '"'), "tp_fingerprint")
     data = torch.ones(16 * MIB, device="cuda")  # 64 MiB
     host = torch.empty(16 * MIB, pin_memory=True)
-    sums = torch.zeros(64 * 2, dtype=torch.int64, device="cuda")
+    sums = torch.zeros(BLOCKS * 2, dtype=torch.int64, device="cuda")
     urgent = torch.cuda.Stream(priority=-100)
 
     def fingerprint() -> None:
         words = ctypes.c_uint64(64 * MIB // 16)
-        kernel(64, 512, ctypes.c_uint64(address(data)), words, ctypes.c_uint64(address(sums)))
+        kernel(
+            BLOCKS, 512, ctypes.c_uint64(address(data)), words, ctypes.c_uint64(address(sums))
+        )
 
     def copy() -> None:
         host.copy_(data, non_blocking=True)

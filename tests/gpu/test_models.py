@@ -1,5 +1,6 @@
 """Five models that differ most train at 40% of their peak, unmodified, with native bits."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,7 @@ def experts() -> Program:
     return model, loss
 
 
-def train(make: Callable[[], Program]) -> dict[str, torch.Tensor]:
+def train(make: Callable[[], Program], steps: int = STEPS) -> dict[str, torch.Tensor]:
     """Return the losses, and all gradients, parameters, buffers and states at the end."""
     torch.manual_seed(7)
     with torch.device("cuda"):
@@ -125,7 +126,7 @@ def train(make: Callable[[], Program]) -> dict[str, torch.Tensor]:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found: dict[str, torch.Tensor] = {}
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(step)
         loss.backward()
@@ -159,11 +160,15 @@ def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 def test_model_trains_at_40_percent_of_its_peak(
     make: Callable[[], Program], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Only warned of, memory-efficient attention would not be deterministic. Mixtral counts the
+    # tokens of an expert with an operator that has no deterministic form, over whole numbers.
+    torch.use_deterministic_algorithms(True, warn_only=make is experts)
     try:
+        train(make, steps=1)  # libraries get their workspaces
         torch.cuda.reset_peak_memory_stats()
         native = train(make)
         peak = torch.cuda.max_memory_allocated()
+        gc.collect()
         torch.cuda.empty_cache()
         # What stays between the runs (workspaces) is no part of the model's peak.
         limit = peak * 2 // 5

@@ -16,6 +16,14 @@ LIMIT_S = 90
 PLACES = [pytest.param("sim"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed: a run that is cut short has no summary."""
+    if report.failed:
+        print(
+            f"\n{report.nodeid}\n{report.longreprtext[-3000:]}", file=sys.__stderr__, flush=True
+        )
+
+
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     """Return the device to run on, with deterministic algorithms on."""
