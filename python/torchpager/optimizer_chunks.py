@@ -31,6 +31,7 @@ import importlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -40,12 +41,29 @@ from torch.overrides import TorchFunctionMode
 from torchpager import _control, _core
 from torchpager._replacements import Replacements
 
+
+@dataclass(frozen=True)
+class _Rules:
+    """When a list may be divided, and how large a row is."""
+
+    temporaries: int = 0
+    """What the function makes on the way, in times of its first list."""
+    one_dtype: bool = False
+    """Whether rows of another dtype or device forbid it."""
+    by_dims: bool = False
+    """Whether vectors and matrices have states of their own, contiguous ones."""
+
+
 # A chunk takes at most this share of what the budget leaves to movable tensors: while one is
 # computed, others are written back and filled. More than the largest size gains nothing.
 _SHARE = 8
 _MAX_BYTES = 1 << 30
-# What a foreach optimizer makes on the way, in times of its parameters.
-_FOREACH_TEMPORARIES = 2
+
+_FUSED = _Rules()
+_FOREACH = _Rules(temporaries=2)
+# It takes its smallest number from the first dtype it meets, for all others as well.
+_ADAFACTOR = _Rules(temporaries=2, one_dtype=True, by_dims=True)
+_OPERATOR = _Rules(one_dtype=True)
 
 KERNELS = {
     "_adafactor": ("_multi_tensor_adafactor",),
@@ -72,8 +90,6 @@ OPERATORS = (
 )
 """Names in torch: operators whose result for a row is the same in any list of its kind."""
 
-# Adafactor takes its smallest number from the first dtype it meets, for all others as well.
-_ONE_DTYPE = {"_multi_tensor_adafactor"}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _Function: TypeAlias = Callable[..., Any]
@@ -167,8 +183,10 @@ def _wrapper(function: _Function, in_chunks: _Function) -> _Function:
 
 
 def _kernel_in_chunks(function: _Function, args: _Row, kwargs: dict[str, Any]) -> Any:
-    temporaries = _FOREACH_TEMPORARIES if "multi_tensor" in function.__name__ else 0
-    return _run(function, args, kwargs, temporaries, function.__name__ in _ONE_DTYPE)
+    rules = _FUSED if function.__name__.startswith("_fused") else _FOREACH
+    if function.__name__ == "_multi_tensor_adafactor":
+        rules = _ADAFACTOR
+    return _run(function, args, kwargs, rules)
 
 
 def _operators_in_chunks(function: _Function, args: _Row, kwargs: dict[str, Any]) -> Any:
@@ -198,16 +216,14 @@ class _ListOperators(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if function in self._operators:
-            return _run(function, args, kwargs or {}, 0, True)
+            return _run(function, args, kwargs or {}, _OPERATOR)
         return function(*args, **(kwargs or {}))
 
 
-def _run(
-    function: _Function, args: _Row, kwargs: dict[str, Any], temporaries: int, one_dtype: bool
-) -> Any:
+def _run(function: _Function, args: _Row, kwargs: dict[str, Any], rules: _Rules) -> Any:
     """Call a function of lists once, or once for each chunk of them."""
     rows = _rows(args, kwargs)
-    spans = _spans(rows, temporaries, one_dtype) if rows else []
+    spans = _spans(rows, rules) if rows else []
     if len(spans) < 2:
         return function(*args, **kwargs)
     results: list[Any] = []
@@ -271,22 +287,22 @@ def _chunk_bytes(slot: int, temporary_bytes: int = 0) -> int | None:
     return max(0, min(movable // _SHARE, _MAX_BYTES))
 
 
-def _spans(rows: list[_Row], temporaries: int, one_dtype: bool) -> list[_Span]:
+def _spans(rows: list[_Row], rules: _Rules) -> list[_Span]:
     """Return begin and end of each chunk; [] when the lists are to be left whole."""
     devices = {row[0].device for row in rows if isinstance(row[0], torch.Tensor)}
     bounds = {}
     for device in devices:
-        made = sum(temporaries * row[0].nbytes for row in rows if row[0].device == device)
+        made = rules.temporaries * sum(row[0].nbytes for row in rows if row[0].device == device)
         bound = _chunk_bytes(_slot_of(device), made)
         if bound is not None:
             bounds[device] = bound
-    if not bounds or not _alike(rows, one_dtype) or _overlap(rows):
+    if not bounds or not _alike(rows, rules) or _overlap(rows):
         return []
     if any(device.type == "cuda" for device in devices) and (
         torch.cuda.is_current_stream_capturing()
     ):
         return []
-    return _split(rows, bounds, temporaries)
+    return _split(rows, bounds, rules.temporaries)
 
 
 def _split(rows: list[_Row], bounds: dict[torch.device, int], temporaries: int) -> list[_Span]:
@@ -321,36 +337,39 @@ def _row_bytes(row: _Row, temporaries: int) -> int:
     )
 
 
-def _alike(rows: Sequence[_Row], one_dtype: bool) -> bool:
+def _alike(rows: Sequence[_Row], rules: _Rules) -> bool:
     """Return whether the operators treat all rows, and any part of them, the same way."""
-    first = rows[0]
-    grad_enabled = torch.is_grad_enabled()
-    shape_of_row = [None if operand is None else type(operand) in _PLAIN for operand in first]
+    leader = rows[0][0]
+    models: dict[bool, _Row] = {}
     for row in rows:
-        leader = row[0]
-        if type(leader) not in _PLAIN or leader.layout is not torch.strided:
+        if not _leads(row[0], rules):
             return False
-        if one_dtype and (leader.dtype, leader.device) != (first[0].dtype, first[0].device):
+        if rules.one_dtype and (row[0].dtype, row[0].device) != (leader.dtype, leader.device):
             return False
-        if leader.numel() == 0 or not _is_dense(leader):
+        model = models.setdefault(rules.by_dims and row[0].dim() > 1, row)
+        if not all(map(_operand_alike, row, itertools.repeat(row[0]), model)):
             return False
-        if grad_enabled and any(getattr(x, "requires_grad", False) for x in row):
-            return False
-        for operand, other, plain in zip(row, first, shape_of_row, strict=True):
-            if not _operand_alike(operand, leader, other, plain):
-                return False
     return True
 
 
-def _operand_alike(
-    operand: Any, leader: torch.Tensor, of_first: Any, plain: bool | None
-) -> bool:
-    """Return whether an operand is what the others of its list are, and lies as its row's."""
-    if operand is None or of_first is None:
-        return operand is of_first
-    if not plain or type(operand) not in _PLAIN:
+def _leads(tensor: Any, rules: _Rules) -> bool:
+    """Return whether a row's first operand, mostly a parameter, is of the usual kind."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return False
-    if operand.device.type != of_first.device.type or operand.layout is not torch.strided:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return False
+    if tensor.numel() == 0:
+        return False
+    return tensor.is_contiguous() if rules.by_dims else _is_dense(tensor)
+
+
+def _operand_alike(operand: Any, leader: torch.Tensor, model: Any) -> bool:
+    """Return whether an operand is like those of other rows, and lies like its row's first."""
+    if operand is None or model is None:
+        return operand is model
+    if type(operand) not in _PLAIN or type(model) not in _PLAIN:
+        return False
+    if operand.device.type != model.device.type or operand.layout is not torch.strided:
         return False
     if operand.shape != leader.shape:  # a step counter, a factor of a variance
         return _is_dense(operand)
