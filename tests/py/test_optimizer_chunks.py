@@ -68,7 +68,7 @@ CASES = [
     Case("Rprop", 2, foreach=True),
     Case("Adafactor", 0, foreach=True),
     Case("Adafactor", 0, list_mode=False, foreach=False),
-    Case("Muon", 1, list_mode=False, matrices=True),
+    Case("Muon", 1, list_mode=False, matrices=True, ns_steps=1),
 ]
 all_cases = pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 
@@ -86,7 +86,7 @@ def give_gradients(parameters, step, leave_out=()):
     generator = torch.Generator().manual_seed(100 + step)
     for index, parameter in enumerate(parameters):
         parameter.grad = None
-        gradient = torch.randn(parameter.shape, generator=generator)
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if index not in leave_out:
             parameter.grad = gradient
 
@@ -161,6 +161,8 @@ def compare(case, monkeypatch, program=plain):
     expected = native(case, program)
     found, figures = paged(case, program)
     assert differences(expected, found) == []
+    if not case.list_mode:
+        return figures, None
     with monkeypatch.context() as patch:
         unchunked(patch)
         whole, figures_whole = paged(case, program)
@@ -306,11 +308,14 @@ def test_state_that_only_some_parameters_have_is_made_as_without_chunks(monkeypa
         for step, without in enumerate([range(10, 30), (), range(5)]):
             give_gradients(parameters, step, without)
             optimizer.step()
+            counts.append(torchpager.stats().optimizer_chunks)
         return optimizer, []
 
+    counts = []
+    compare(MOMENTUM, monkeypatch, program)
+    chunks = counts[STEPS : 2 * STEPS]  # native, in chunks, whole
     # A list in which some buffers are missing takes another way through the kernel: whole.
-    chunked, _ = compare(MOMENTUM, monkeypatch, program)
-    assert chunked.optimizer_chunks > 0
+    assert 0 < chunks[0] == chunks[1] < chunks[2]
 
 
 def test_loaded_states_are_stepped_with_the_same_bits(monkeypatch):
@@ -386,7 +391,27 @@ def test_lists_that_are_not_alike_or_overlap_are_left_whole():
     for extra in (odd, tied, nn.Parameter(torch.empty(0)), Subclass(torch.ones(4, 4))):
         parameters = [*kept, extra]
         assert left_whole(adam(parameters), parameters), extra.shape
-    assert not left_whole(adam(kept), kept)
+    # Adafactor's smallest number depends on the first dtype that it meets.
+    mixed = [*kept, nn.Parameter(torch.ones(128, 128, dtype=torch.bfloat16))]
+    assert left_whole(torch.optim.Adafactor(mixed, foreach=True), mixed)
+    assert not left_whole(adam(mixed), mixed)
+
+
+@pytest.mark.usefixtures("tight")
+def test_list_operator_of_two_dtypes_is_left_whole():
+    kept = [torch.ones(128, 128) for _ in range(300)]
+    with optimizer_chunks._ListOperators():
+        torch._foreach_mul_([*kept, torch.ones(9).bfloat16()], 2.0)
+        assert torchpager.stats().optimizer_chunks == 0
+        torch._foreach_mul_(kept, 2.0)
+        assert torchpager.stats().optimizer_chunks > 3
+    assert all((x == 4.0).all() for x in kept)
+
+
+def test_no_chunk_of_tensors_and_scalars_holds_scalars_only():
+    rows = [(torch.ones(()) if i in (0, 1, 5, 6, 11) else torch.ones(4),) for i in range(12)]
+    spans = optimizer_chunks._split(rows, {torch.device("cpu"): 20}, 0)
+    assert spans == [(0, 3), (3, 4), (4, 7), (7, 8), (8, 9), (9, 10), (10, 12)]
 
 
 class Subclass(nn.Parameter):
