@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from torchpager import _control, optimizers, regions
+from torchpager import _control, optimizer_chunks, optimizers, regions
 from torchpager._targets import DeviceLike, resolve
 from torchpager.budget import host_size, resolve_host
 from torchpager.errors import UnavailableError
@@ -44,6 +44,8 @@ class AutoOffload(_control.Context):
                 door=True,
             )
         )
+        self._undo_later(partial(optimizer_chunks.stop, self))
+        optimizer_chunks.start(self, target.slot)
         _control.mark_tensors_seen(target.slot)
         _control.use_slot(target.slot)
         self._undo_later(partial(optimizers.unwatch, self))

@@ -32,13 +32,11 @@ import torch.utils.dlpack
 
 from torchpager import _control, _core
 from torchpager._pins import Pins
+from torchpager._replacements import MISSING, Replacements
 
-_MISSING = object()
 _Method = Callable[..., Any]
 _Wrapper = Callable[[_Method], _Method]
-# (owner, name, what was in the owner's own dictionary, what we put there), in order of
-# installing.
-_installed: list[tuple[Any, str, Any, Any]] = []
+_installed = Replacements()
 
 
 class _InPlace(threading.local):
@@ -62,9 +60,9 @@ def install() -> None:
         for owner, names, wrapper in _wrapped():
             for name in names:
                 if hasattr(owner, name):
-                    _replace(owner, name, wrapper(getattr(owner, name)))
+                    _installed.put(owner, name, wrapper(getattr(owner, name)))
         for owner in _exchange_classes():
-            _replace(owner, "__dlpack_c_exchange_api__", _MISSING)
+            _installed.put(owner, "__dlpack_c_exchange_api__", MISSING)
     except BaseException:
         uninstall()
         raise
@@ -75,23 +73,7 @@ def uninstall() -> None:
 
     Interrupted, it may be called again.
     """
-    while _installed:
-        owner, name, found, ours = _installed[-1]
-        if vars(owner).get(name, _MISSING) is ours:
-            _put(owner, name, found)
-        _installed.pop()
-
-
-def _replace(owner: Any, name: str, ours: Any) -> None:
-    _installed.append((owner, name, vars(owner).get(name, _MISSING), ours))
-    _put(owner, name, ours)
-
-
-def _put(owner: Any, name: str, value: Any) -> None:
-    if value is _MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
+    _installed.undo()
 
 
 def _wrapped() -> list[tuple[Any, tuple[str, ...], _Wrapper]]:

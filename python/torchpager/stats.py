@@ -1,9 +1,9 @@
 """Counters: what is held, and what has been moved."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torchpager import _control, _core
+from torchpager import _control, _core, optimizer_chunks
 from torchpager._targets import DeviceLike, resolve
 from torchpager.errors import OutOfMemory, oom_from_figures
 from torchpager.sizes import format_size
@@ -80,6 +80,8 @@ class Stats:
     """Tensors made in HOST because the device had no room."""
     ooms: int = 0
     """Allocations that failed."""
+    optimizer_chunks: int = 0
+    """Chunks in which optimizers, clipping and loss scaling got what did not fit at once."""
 
     def __str__(self) -> str:
         sizes = ", ".join(
@@ -97,6 +99,7 @@ class Stats:
 
 # Our name of a counter, where it is not the core's.
 _CORE_NAMES = {"host_bytes": "host_held"}
+_NOT_OF_THE_CORE = {"optimizer_chunks"}
 # What cores that were closed had counted, and their last failure.
 _retired: dict[int, Stats] = {}
 _retired_ooms: dict[int, dict[str, Any]] = {}
@@ -128,6 +131,11 @@ def stats(device: DeviceLike = None) -> Stats:
     slot = _slot(device)
     if slot is None:
         return Stats()
+    return replace(_of_cores(slot), optimizer_chunks=optimizer_chunks.count(slot))
+
+
+def _of_cores(slot: int) -> Stats:
+    """Return what the cores of a device have counted, this one and those that are gone."""
     retired = _retired.get(slot, Stats())
     if not _core.is_open(slot):
         return retired
@@ -150,6 +158,7 @@ def reset_stats(device: DeviceLike = None) -> None:
     if slot is None:
         return
     _retired.pop(slot, None)
+    optimizer_chunks.reset_count(slot)
     if _core.is_open(slot):
         _core.reset_stats(slot)
 
@@ -198,6 +207,8 @@ def _slot(device: DeviceLike) -> int | None:
 def _from_core(figures: dict[str, Any]) -> Stats:
     values: dict[str, Any] = {}
     for name, field in Stats.__dataclass_fields__.items():
+        if name in _NOT_OF_THE_CORE:
+            continue
         figure = figures[_CORE_NAMES.get(name, name)]
         if isinstance(field.default, Gauge):
             values[name] = Gauge(*figure)

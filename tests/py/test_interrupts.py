@@ -6,6 +6,7 @@ exception in turn.
 """
 
 import gc
+import importlib
 import linecache
 import sys
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torchpager import (
     _core,
     _targets,
     _torch_cpu,
+    optimizer_chunks,
     patches,
     regions,
     testing,
@@ -34,6 +36,8 @@ PACKAGE = str(Path(torchpager.__file__).parent)
 VISITS = 20
 PATCHED = [torch.Tensor, torch.UntypedStorage, torch._C, torch, torch.utils.dlpack]
 PATCHED += [torch._C.PyTorchFileWriter, output_code.CompiledFxGraph]
+PATCHED += [torch.optim.Optimizer, torch.amp.GradScaler, torch.nn.utils]
+PATCHED += [importlib.import_module(f"torch.optim.{name}") for name in optimizer_chunks.KERNELS]
 
 
 class Interrupt(KeyboardInterrupt):
