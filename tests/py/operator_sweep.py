@@ -4,10 +4,11 @@
 beginning with entry FIRST, or only those of one name. Every sample runs twice, plainly and on a
 simulated device that evicts everything before each operator and maps nothing where bytes are in
 HOST. So an operator that reads what it did not announce crashes this process, and one that
-writes what it did not announce loses its write; outputs and inputs must have the same bits.
+writes what it did not announce is found out by the fingerprints. Outputs and inputs must have
+the same bits.
 
-The last line that begins with ``at `` names what ran when a crash came; each line that begins
-with ``differs `` names an operator whose bits differ.
+The last line that begins with ``at `` names what ran when a crash came; lines that begin with
+``differs `` and ``unseen `` name operators that went wrong.
 """
 
 import os
@@ -25,6 +26,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 import torchpager
+from torchpager import testing
 
 SEED = 20
 SAMPLES = 4
@@ -180,10 +182,14 @@ def main() -> None:
     with device, torchpager.auto_offload():
         for case in prepared:
             print(f"at {case.label}", flush=True)
+            before = torchpager.stats().unseen_writes.count
             paged = run(case.variant, case.sample, case.gradients)
-            for what, left, right in zip(("result", "inputs"), case.plain, paged, strict=True):
-                if left != right:
-                    print(f"differs {case.label} in {what}")
+            pairs = zip(("result", "inputs"), case.plain, paged, strict=True)
+            for what in [what for what, left, right in pairs if left != right]:
+                print(f"differs {case.label} in {what}")
+            testing.page_out_all()
+            if torchpager.stats().unseen_writes.count != before:
+                print(f"unseen {case.label} wrote what it did not announce")
     misses = torchpager.stats("cpu").misses.count
     print(f"ran {len(prepared)} samples of {len(entries)} operators, {misses} misses")
 

@@ -59,13 +59,16 @@ def same_bits(program, **options):
     assert plain, "the program must return something"
     gc.collect()
     with paging(**options), torchpager.auto_offload():
-        before = torchpager.stats().misses.count
+        stats = torchpager.stats()
+        before, unseen = stats.misses.count, stats.unseen_writes.count
         torch.manual_seed(1)
         result = program()
         found = bits(result)
         del result
         gc.collect()
+        testing.page_out_all()
         assert torchpager.stats().misses.count > before
+        assert torchpager.stats().unseen_writes.count == unseen
     assert found == plain
 
 
@@ -85,6 +88,7 @@ def square(seed, *shape, **options):
 def views():
     x = square(1)
     parts = [x.t(), x[3:9], x[:, ::3], x.view(-1)[5:-5], x.diagonal(), x.unfold(0, 5, 3)]
+    parts += torch.tensor_split(x, torch.tensor([3, 9]))
     parts += list(x.split(7)) + list(x.unbind(1)[:3]) + [x.expand(3, SIDE, SIDE), x.real]
     return [part * 2 + part.sum() for part in parts]
 
