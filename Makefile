@@ -14,7 +14,7 @@ BENCH_ARGS ?=
 CLANG_FORMAT_VERSION = 20.1.8
 PTX_ARCHS = sm_75 sm_80 sm_90
 BUILD_TOOLS = "setuptools>=68" wheel numpy nvidia-ml-py
-TEST_TOOLS = pytest pytest-timeout hypothesis coverage rich matplotlib accelerate lightning
+TEST_TOOLS = pytest pytest-timeout hypothesis coverage rich matplotlib accelerate lightning expecttest
 LINT_TOOLS = ruff mypy clang-format==$(CLANG_FORMAT_VERSION)
 
 PY = $(VENV)/bin/python

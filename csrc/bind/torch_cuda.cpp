@@ -104,13 +104,33 @@ double fraction_for(size_t bytes, size_t total) {
     return fraction;
 }
 
+/* The native allocator keeps a fraction as bytes, rounded down, and answers bytes / total: setting
+ * what it answered can lose a byte each time. This fraction gives the same bytes again. */
+double same_bytes_again(double fraction, size_t total) {
+    const double exact = fraction * static_cast<double>(total);
+    const double bytes = std::round(exact);
+    if (std::abs(exact - bytes) > 0.01) return fraction; /* it was no number of bytes */
+    while (std::floor(fraction * static_cast<double>(total)) < bytes) {
+        fraction = std::nextafter(fraction, 2.0);
+    }
+    return std::min(fraction, 1.0);
+}
+
+size_t total_locked(DeviceState &state, int device) {
+    if (state.total_bytes == 0) {
+        state.total_bytes =
+            native()->getMemoryInfo(static_cast<c10::DeviceIndex>(device)).second;
+    }
+    return state.total_bytes;
+}
+
 /* Sets the smaller of the user's fraction and our cap. Needs state.mutex. */
 void apply_fraction_locked(DeviceState &state, int device) {
     const auto index = static_cast<c10::DeviceIndex>(device);
-    if (state.total_bytes == 0) state.total_bytes = native()->getMemoryInfo(index).second;
+    const size_t total = total_locked(state, device);
     double fraction = state.user_fraction;
     if (state.shared && state.cap_bytes != TP_NO_LIMIT) {
-        fraction = std::min(fraction, fraction_for(state.cap_bytes, state.total_bytes));
+        fraction = std::min(fraction, fraction_for(state.cap_bytes, total));
     }
     native()->setMemoryFraction(fraction, index);
 }
@@ -937,7 +957,8 @@ void set_shared(int device, bool on) {
     if (state.shared == on) return;
     if (on) {
         state.user_fraction =
-            native()->getMemoryFraction(static_cast<c10::DeviceIndex>(device));
+            same_bytes_again(native()->getMemoryFraction(static_cast<c10::DeviceIndex>(device)),
+                             total_locked(state, device));
         state.cap_bytes = TP_NO_LIMIT;
     }
     state.shared = on;

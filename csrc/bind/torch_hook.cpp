@@ -81,8 +81,20 @@ const char *const kCompositeThatTouches[] = {"aten::fbgemm_linear_int8_weight",
                                              "aten::_sobol_engine_initialize_state_",
                                              "aten::_sobol_engine_scramble_",
                                              "aten::_pad_packed_sequence",
-                                             "aten::ctc_loss",
-                                             "aten::tensor_split"};
+                                             "aten::ctc_loss"};
+
+/* Composite operators that call others, but read one small argument by pointer all the while.
+ * That block becomes immovable; the other operands, and what is allocated meanwhile, page. */
+struct PointerArgument {
+    const char *name, *argument;
+};
+const PointerArgument kReadsByPointer[] = {
+    {"aten::lstm", "batch_sizes"},
+    {"aten::gru", "batch_sizes"},
+    {"aten::rnn_tanh", "batch_sizes"},
+    {"aten::rnn_relu", "batch_sizes"},
+    {"aten::_pack_padded_sequence_backward", "batch_sizes"},
+    {"aten::tensor_split", "tensor_indices_or_sections"}};
 
 /* Operators that look at shapes only, though they have tensors among their inputs. */
 const char *const kReadsNothing[] = {"aten::empty_like",
@@ -117,6 +129,12 @@ const char *const kReadsNothing[] = {"aten::empty_like",
                                      "aten::_assert_tensor_metadata",
                                      "aten::set_",
                                      "aten::_backward"};
+
+/* Operators whose result holds nothing yet. Who made it may be about to fill it by pointer, as
+ * extensions and gloo's threads do: it counts as a tensor from its first use as an operand. */
+const char *const kMakesEmpty[] = {"aten::empty",      "aten::empty_strided",
+                                   "aten::empty_like", "aten::empty_permuted",
+                                   "aten::new_empty",  "aten::new_empty_strided"};
 
 /* Copies its input although its schema says "view". */
 const char *const kNotAView[] = {"aten::_sparse_broadcast_to"};
@@ -178,9 +196,10 @@ struct ArgumentUse {
 
 struct OperatorUse {
     size_t argument_count = 0, return_count = 0;
-    bool frame = true; /* false: it calls others, or makes views; nothing to do */
-    bool exports =
-        false; /* its kernels go on after it returned: operands stay where they are */
+    bool frame = true;    /* false: it calls others, or makes views; nothing to do */
+    bool exports = false; /* its kernels go on after it returned, or it reads by pointer what
+                             nothing else announces: operands stay where they are */
+    bool makes_empty = false;           /* see kMakesEmpty */
     std::vector<ArgumentUse> arguments; /* those that can hold tensors */
 };
 
@@ -241,6 +260,16 @@ bool only_calls_others(const c10::OperatorHandle &op) {
            !listed(kCompositeThatTouches, name);
 }
 
+void describe_pointers(const c10::FunctionSchema &schema, OperatorUse &use) {
+    for (const PointerArgument &each : kReadsByPointer) {
+        if (std::strcmp(each.name, schema.name().c_str()) != 0) continue;
+        const auto idx = schema.argumentIndexWithName(each.argument);
+        if (!idx.has_value()) continue; /* another overload */
+        use.arguments.push_back({static_cast<uint32_t>(*idx), false});
+        use.exports = true;
+    }
+}
+
 OperatorUse describe(const c10::OperatorHandle &op) {
     const c10::FunctionSchema &schema = op.schema();
     const char *name = schema.name().c_str();
@@ -250,8 +279,10 @@ OperatorUse describe(const c10::OperatorHandle &op) {
     use.return_count = schema.returns().size();
     if (aten && (only_calls_others(op) || only_makes_views(schema))) {
         use.frame = false;
+        describe_pointers(schema, use);
         return use;
     }
+    use.makes_empty = aten && listed(kMakesEmpty, name);
     if (aten && listed(kReadsNothing, name)) return use;
     use.exports = starts_with(name, "c10d") || starts_with(name, "_c10d_functional");
     const bool all_written = aten ? listed(kWritesUnannotated, name) : !declares_writes(schema);
@@ -311,6 +342,7 @@ struct Frame {
     Thread *thread = nullptr; /* null once that has ended */
     pthread_t id{};           /* of it */
     size_t return_count = 0;
+    bool results_empty = false;
     std::atomic<bool> ended{false};
     CoreOp first;
     alignas(8) unsigned char context[64]; /* room for the FrameContext handed to PyTorch */
@@ -512,7 +544,7 @@ const OperatorUse *Thread::use_of(const at::RecordFunction &fn, bool *nameless) 
     }
     /* Only this thread writes it. */
     call_count.store(call_count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-    return known.use->frame ? known.use : nullptr;
+    return known.use->frame || known.use->exports ? known.use : nullptr;
 }
 
 const OperatorUse *Thread::look_up(const at::RecordFunction &fn, const OperatorKey &key,
@@ -820,10 +852,14 @@ FrameContext::~FrameContext() {
 std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const OperatorUse &use,
                                                     const at::RecordFunction &fn) {
     collect_operands(thread, use, fn.inputs());
-    Frame *frame = thread->push();
-    frame->return_count = use.return_count;
-    std::unique_ptr<at::ObserverContext> context(new (frame) FrameContext(frame));
-    for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
+    std::unique_ptr<at::ObserverContext> context;
+    if (C10_LIKELY(use.frame)) {
+        Frame *frame = thread->push();
+        frame->return_count = use.return_count;
+        frame->results_empty = use.makes_empty;
+        context.reset(new (frame) FrameContext(frame));
+        for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
+    }
     if (C10_UNLIKELY(use.exports)) {
         for (const Operand &operand : thread->operands) {
             tp_export(operand.core, operand.access.addr);
@@ -884,6 +920,10 @@ void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
     if (frame == nullptr) return; /* a region: it ends with its context */
     Thread *current = this_thread(frame);
     if (current == nullptr || frame->ended.load(std::memory_order_acquire)) return;
+    if (frame->results_empty) {
+        end_frame(frame, current, nullptr);
+        return;
+    }
     const std::vector<Operand> *outputs = nullptr;
     try {
         current->outputs.clear();

@@ -232,7 +232,21 @@ class WrapperTarget(Target):
         self._enabled = False
 
     def open(self) -> None:
-        """Create the core on the device's primary context."""
+        """Create the core on the device's primary context.
+
+        Raises
+        ------
+        UnavailableError
+            The allocator in place is not the one that this door wraps. Others answer few
+            questions, so nothing else is asked before.
+        """
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native":
+            raise UnavailableError(
+                "torchpager wraps PyTorch's native CUDA allocator, but the allocator in place "
+                f"is {backend!r}: take PYTORCH_ALLOC_CONF=backend:... or the other tool's "
+                "change_current_allocator() out"
+            )
         torch.cuda.init()  # type: ignore[no-untyped-call]
         _open_cuda(self.slot, self.label)
 
@@ -266,7 +280,9 @@ class WrapperTarget(Target):
         self._glue.native_empty_cache()
 
     def native_bytes(self) -> int:
-        """Return the bytes of native tensors."""
+        """Return the bytes of native tensors; 0 when the allocator in place does not say."""
+        if torch.cuda.get_allocator_backend() == "pluggable":
+            return 0
         allocated: int = self._glue.native_allocated(self.slot)
         return allocated
 

@@ -303,3 +303,25 @@ def test_pluggable_allocator_without_a_device_can_be_made_but_gives_no_device():
         assert allocator is torchpager.pluggable_allocator()
         with pytest.raises(torchpager.UnavailableError):
             torchpager.budget("1 MiB").start()
+
+
+OTHER_ALLOCATOR = """
+import torch, torchpager
+from torchpager import _core, _targets
+# Any library with two functions will do: what matters is that it was there first.
+names = _core.__file__, "tp_torch_malloc", "tp_torch_free"
+other = torch.cuda.memory.CUDAPluggableAllocator(*names)
+torch.cuda.memory.change_current_allocator(other)
+try:
+    _targets.WrapperTarget(0).open()
+except torchpager.UnavailableError as error:
+    print(error)
+print(torchpager.status().active)
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch")
+def test_another_tools_allocator_in_place_is_refused_before_it_is_asked_anything(run_python):
+    printed = run_python("-c", OTHER_ALLOCATOR).stdout
+    assert "but the allocator in place is 'pluggable'" in printed
+    assert printed.rstrip().endswith("False")

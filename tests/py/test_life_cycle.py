@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -224,6 +225,52 @@ def test_out_of_memory_caught_100_times_leaks_nothing():
         assert now.reserved.current == before.reserved.current
         assert torch.ones(MIB).sum().item() == MIB
         del kept
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("where", ["forward", "backward", "inside an operator"])
+def test_out_of_memory_in_a_step_caught_100_times_leaks_nothing_while_paging(where):
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    small = torch.randn(256, 256)
+
+    def step(layers, small):
+        if where == "forward":
+            layers(torch.ones(8 * MIB // 1024, 256)).sum().backward()
+        elif where == "backward":
+            x = small.clone().requires_grad_()
+            # What the backward makes is as large as what expand() only pretends to be.
+            x.expand(160, 256, 256).square().sum().backward()
+        else:
+            torch.cdist(torch.ones(4096, 64), torch.ones(4096, 64) + small[0, 0])
+
+    kept = tensors(2)
+    errors = []
+    with torchpager.auto_offload(), torchpager.budget("8 MiB", host="8 MiB"):
+        torchpager.reset_stats()
+        before = None
+        for _ in range(100):
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                step(layers, small)
+            # The frames of the program itself may hold tensors, as they do without us.
+            traceback.clear_frames(caught.value.__traceback__)
+            errors.append(caught.value)
+            del caught
+            layers.zero_grad()
+            files = len(os.listdir("/proc/self/fd"))
+            blocks = {each["addr"]: each for each in _core.blocks(_core.SIM_SLOT)}
+            assert [each for each in blocks.values() if each["pin_count"]] == []
+            stats = torchpager.stats()
+            figures = (len(blocks), stats.allocated.current, stats.pinned.current, files)
+            before = before or figures
+            assert figures == before
+        assert len(errors) == 100
+        assert torchpager.stats().ooms >= 100
+        assert torchpager.stats().reserved.peak <= 8 * MIB
+        assert torchpager.stats().host_bytes.peak <= 8 * MIB
+        assert sums(kept) == expected(2)
+        assert not torch.isnan(layers(small)).any()
+    del kept, layers, small
 
 
 @pytest.mark.usefixtures("device")
