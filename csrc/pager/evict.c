@@ -212,7 +212,8 @@ static bool end_fill(tp_pager *pager, tp_extent *extent) {
     tp_transfer_forget(pager, extent);
     const bool unwanted = extent->abandon || extent->block->life != TP_BLOCK_LIVE;
     if (!unwanted) {
-        /* At once: other copies need the place, also those that this remap waits for. */
+        /* It may wait for a pin of the operator that is still gathering memory for its other
+         * operands: the place is wanted for the write-backs that this memory comes from. */
         tp_proof_end_copy(pager, extent);
         if (!may_remap(pager, extent)) return false;
         if (remap(pager, extent, extent->device, &pager->stats.fills) == TP_OK) {

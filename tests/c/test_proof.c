@@ -126,6 +126,38 @@ TEST(block_that_nobody_wrote_is_evicted_without_a_copy_after_one_look) {
     world_close(&w);
 }
 
+/* Six extents are filled into free memory before others have to be written back: copies of both
+ * kinds share few places for fingerprints, and finished fills stay where they are until the
+ * operator, which pins them, has gathered everything. */
+TEST(operator_gathers_memory_by_write_backs_while_its_finished_fills_wait) {
+    enum { OPERANDS = 4, FIXED = OPERANDS, OTHERS = 11 };
+    world w;
+    world_options options = quiet(test_seed());
+    options.budget_bytes = 64 * TP_KIB;
+    world_open(&w, &options);
+    MUST(world_alloc(&w, FIXED, 64 * TP_KIB, 0));
+    MUST_OK(tp_pin(w.core, w.tensors[FIXED].addr, NULL, &test_error));
+    int reads[OPERANDS];
+    for (unsigned i = 0; i < OPERANDS; i++) { /* born, and written, in HOST */
+        reads[i] = (int)i;
+        MUST(world_alloc(&w, i, 48 * TP_KIB, 0));
+    }
+    MUST_OK(tp_unpin(w.core, w.tensors[FIXED].addr, &test_error));
+    MUST_OK(tp_core_set_budget(w.core, 512 * TP_KIB, TP_NO_LIMIT, &test_error));
+    for (unsigned i = FIXED + 1; i <= FIXED + OTHERS; i++) {
+        MUST(world_alloc(&w, i, 32 * TP_KIB, 0));
+    }
+    world_drain(&w);
+    const tp_stats before = stats_of(&w);
+    world_op(&w, 0, reads, OPERANDS, -1);
+    world_drain(&w);
+    EXPECT_EQ(stats_of(&w).fills.count, before.fills.count + 3 * OPERANDS);
+    EXPECT(stats_of(&w).write_backs.count > before.write_backs.count);
+    EXPECT_EQ(stats_of(&w).host_operators.count, before.host_operators.count);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
 /* What was written over HOST is another content: its fingerprint is taken when it is filled. */
 TEST(block_written_in_host_is_proven_anew) {
     world w;
