@@ -88,7 +88,9 @@ def square(seed, *shape, **options):
 def views():
     x = square(1)
     parts = [x.t(), x[3:9], x[:, ::3], x.view(-1)[5:-5], x.diagonal(), x.unfold(0, 5, 3)]
-    parts += torch.tensor_split(x, torch.tensor([3, 9]))
+    places = torch.tensor([3, 9])
+    x = x * 1
+    parts += torch.tensor_split(x, places)
     parts += list(x.split(7)) + list(x.unbind(1)[:3]) + [x.expand(3, SIDE, SIDE), x.real]
     return [part * 2 + part.sum() for part in parts]
 
@@ -286,11 +288,20 @@ def quantised_tensors():
     results += [per_channel.q_per_channel_scales(), per_channel.q_per_channel_zero_points()]
     results += [per_tensor[3:9].dequantize(), per_channel.clone().int_repr()]
     fake = torch.fake_quantize_per_channel_affine(x, scales, zeros.int(), 0, -128, 127)
-    observer = torch.ao.quantization.MovingAverageMinMaxObserver()
-    observed = torch.ao.quantization.FakeQuantize(observer=type(observer))
-    for turn in range(3):
-        results.append(observed(x * (turn + 1)))
-    return [*results, fake, observed.scale, observed.zero_point]
+    observer = torch.ao.quantization.MovingAverageMinMaxObserver
+    for make in (
+        torch.ao.quantization.FakeQuantize,
+        torch.ao.quantization.FusedMovingAvgObsFakeQuantize,
+    ):
+        observed = make(observer=observer)
+        for turn in range(3):
+            results.append(observed(x * (turn + 1)))
+        results += [
+            observed.scale,
+            observed.zero_point,
+            observed.activation_post_process.max_val,
+        ]
+    return [*results, fake]
 
 
 def complex_tensors():
