@@ -341,8 +341,9 @@ def main(size):
         small = [torch.full((1000,), float(i), device="cuda") for i in range(32)]
         for x in kept + small:
             x.add_(1)
-        assert [x.mean(dtype=torch.float64).item() for x in kept] == [i + 1.0 for i in range(32)]
-        assert [x.mean(dtype=torch.float64).item() for x in small] == [i + 1.0 for i in range(32)]
+        for tensors in kept, small:
+            means = [x.mean(dtype=torch.float64).item() for x in tensors]
+            assert means == [i + 1.0 for i in range(32)]
         stats = torchpager.stats()
         assert stats.evictions.count > 0, stats
         assert stats.held.peak <= size, stats
