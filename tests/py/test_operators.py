@@ -680,6 +680,17 @@ def layers_with_state():
     return [*results, nn.functional.embedding(torch.arange(6), square(3, 9, 5), max_norm=0.5)]
 
 
+def composites_that_touch_memory():
+    x, q = square(1), torch.linspace(0, 1, 9)
+    results = [torch.quantile(x, 0.3), torch.quantile(x, 0.3, 1), torch.nanquantile(x, 0.7, 0)]
+    results += [torch.quantile(x, q, 1), torch.nanquantile(x, q)]
+    targets, sizes = torch.randint(1, 9, (4, 6)), torch.full((4,), 6)
+    log_probs = square(2, 12, 4, 9).log_softmax(-1)
+    results.append(nn.functional.ctc_loss(log_probs, targets, torch.full((4,), 12), sizes))
+    sobol = torch.quasirandom.SobolEngine(40, scramble=True, seed=3)
+    return [*results, sobol.draw(50), sobol.fast_forward(3).draw(50)]
+
+
 def random_in_place():
     x = square(1)
     x.normal_().uniform_().bernoulli_(0.5)
@@ -709,7 +720,8 @@ PROGRAMS = [
     in_place_operators, zero_size, foreach_lists, fused_lists, optional_and_undefined,
     no_storage, sparse_layouts, quantised_tensors, complex_tensors, narrow_dtypes,
     tensor_subclasses, modes, custom_functions, hooks, double_backward, functional_transforms,
-    forward_mode, checkpoints, layers_with_state, random_in_place, inference,
+    forward_mode, checkpoints, layers_with_state, composites_that_touch_memory,
+    random_in_place, inference,
 ]  # fmt: skip
 
 
