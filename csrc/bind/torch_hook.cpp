@@ -81,7 +81,9 @@ const char *const kCompositeThatTouches[] = {"aten::fbgemm_linear_int8_weight",
                                              "aten::_sobol_engine_initialize_state_",
                                              "aten::_sobol_engine_scramble_",
                                              "aten::_pad_packed_sequence",
-                                             "aten::ctc_loss"};
+                                             "aten::ctc_loss",
+                                             "aten::quantile",
+                                             "aten::nanquantile"};
 
 /* Composite operators that call others, but read one small argument by pointer all the while.
  * That block becomes immovable; the other operands, and what is allocated meanwhile, page. */

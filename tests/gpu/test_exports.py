@@ -103,10 +103,12 @@ def test_saved_and_loaded_state_is_right(tmp_path: Path) -> None:
         assert torchpager.stats().pinned.current == 0
         churn(kept)
         loaded = torch.load(tmp_path / "state.pt", map_location="cuda")
-        assert [tensor.mean().item() for tensor in loaded.values()] == [
+        assert [tensor.mean(dtype=torch.float64).item() for tensor in loaded.values()] == [
             float(i) for i in range(12)
         ]
-        assert [tensor.mean().item() for tensor in kept] == [i + 1.0 for i in range(12)]
+        assert [tensor.mean(dtype=torch.float64).item() for tensor in kept] == [
+            i + 1.0 for i in range(12)
+        ]
         del kept, loaded
 
 
@@ -119,7 +121,9 @@ def test_pointers_that_are_only_compared_freeze_nothing() -> None:
         assert torchpager.stats().pinned.current == 0
         churn(kept)
         assert {tensor.data_ptr() for tensor in kept} == pointers
-        assert [tensor.mean().item() for tensor in kept] == [i + 1.0 for i in range(12)]
+        assert [tensor.mean(dtype=torch.float64).item() for tensor in kept] == [
+            i + 1.0 for i in range(12)
+        ]
         del kept
 
 
@@ -233,7 +237,9 @@ def test_tensor_sent_to_another_process_is_refused_or_copied_not_lost() -> None:
         with pytest.raises((RuntimeError, ValueError)):
             kept[3].untyped_storage()._share_cuda_()
         churn(kept)
-        assert [tensor.mean().item() for tensor in kept] == [i + 1.0 for i in range(10)]
+        assert [tensor.mean(dtype=torch.float64).item() for tensor in kept] == [
+            i + 1.0 for i in range(10)
+        ]
         del kept
 
 

@@ -167,7 +167,7 @@ def test_memory_of_a_producers_tensor_is_not_reused_before_its_consumer_has_read
             with torch.cuda.stream(consumer):
                 consumer.wait_event(ready)
                 torch.cuda._sleep(CYCLES // 3)
-                sums.append(made.mean())
+                sums.append(made.mean(dtype=torch.float64))
             made.record_stream(consumer)
             del made
             with torch.cuda.stream(producer):
@@ -191,7 +191,9 @@ def test_queued_copies_to_page_locked_memory_finish_before_the_source_moves() ->
         del source, sources
         more = [filled(-1) for _ in range(6)]
         torch.cuda.synchronize()
-        assert [target.mean().item() for target in targets] == [float(i) for i in range(12)]
+        assert [target.mean(dtype=torch.float64).item() for target in targets] == [
+            float(i) for i in range(12)
+        ]
         back = [target.to("cuda", non_blocking=True) for target in targets]
         assert all(holds(tensor, i) for i, tensor in enumerate(back))
         del more, back
@@ -320,7 +322,9 @@ def test_loader_with_workers_and_page_locked_batches_feeds_a_tight_budget() -> N
             assert rows.is_pinned()
             on_device = rows.to("cuda", non_blocking=True)
             kept[turn].add_(1)
-            assert on_device.mean(1).tolist() == [float(i) for i in indices]
+            assert on_device.mean(1, dtype=torch.float64).tolist() == [
+                float(i) for i in indices
+            ]
             seen += indices.tolist()
         assert seen == list(range(48))
         assert all(holds(tensor, i + (i < 6)) for i, tensor in enumerate(kept))
@@ -337,8 +341,9 @@ def main(size):
         small = [torch.full((1000,), float(i), device="cuda") for i in range(32)]
         for x in kept + small:
             x.add_(1)
-        assert [x.mean().item() for x in kept] == [i + 1.0 for i in range(32)]
-        assert [x.mean().item() for x in small] == [i + 1.0 for i in range(32)]
+        for tensors in kept, small:
+            means = [x.mean(dtype=torch.float64).item() for x in tensors]
+            assert means == [i + 1.0 for i in range(32)]
         stats = torchpager.stats()
         assert stats.evictions.count > 0, stats
         assert stats.held.peak <= size, stats

@@ -29,7 +29,7 @@ import torchpager
 from torchpager import testing
 
 SEED = 20
-SAMPLES = 4
+SAMPLES = 6
 LARGEST = 20_000
 """Elements of a sample's tensors; a larger sample is left out."""
 

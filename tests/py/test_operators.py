@@ -88,7 +88,9 @@ def square(seed, *shape, **options):
 def views():
     x = square(1)
     parts = [x.t(), x[3:9], x[:, ::3], x.view(-1)[5:-5], x.diagonal(), x.unfold(0, 5, 3)]
-    parts += torch.tensor_split(x, torch.tensor([3, 9]))
+    places = torch.tensor([3, 9])
+    x = x * 1
+    parts += torch.tensor_split(x, places)
     parts += list(x.split(7)) + list(x.unbind(1)[:3]) + [x.expand(3, SIDE, SIDE), x.real]
     return [part * 2 + part.sum() for part in parts]
 
@@ -286,11 +288,20 @@ def quantised_tensors():
     results += [per_channel.q_per_channel_scales(), per_channel.q_per_channel_zero_points()]
     results += [per_tensor[3:9].dequantize(), per_channel.clone().int_repr()]
     fake = torch.fake_quantize_per_channel_affine(x, scales, zeros.int(), 0, -128, 127)
-    observer = torch.ao.quantization.MovingAverageMinMaxObserver()
-    observed = torch.ao.quantization.FakeQuantize(observer=type(observer))
-    for turn in range(3):
-        results.append(observed(x * (turn + 1)))
-    return [*results, fake, observed.scale, observed.zero_point]
+    observer = torch.ao.quantization.MovingAverageMinMaxObserver
+    for make in (
+        torch.ao.quantization.FakeQuantize,
+        torch.ao.quantization.FusedMovingAvgObsFakeQuantize,
+    ):
+        observed = make(observer=observer)
+        for turn in range(3):
+            results.append(observed(x * (turn + 1)))
+        results += [
+            observed.scale,
+            observed.zero_point,
+            observed.activation_post_process.max_val,
+        ]
+    return [*results, fake]
 
 
 def complex_tensors():
@@ -669,6 +680,17 @@ def layers_with_state():
     return [*results, nn.functional.embedding(torch.arange(6), square(3, 9, 5), max_norm=0.5)]
 
 
+def composites_that_touch_memory():
+    x, q = square(1), torch.linspace(0, 1, 9)
+    results = [torch.quantile(x, 0.3), torch.quantile(x, 0.3, 1), torch.nanquantile(x, 0.7, 0)]
+    results += [torch.quantile(x, q, 1), torch.nanquantile(x, q)]
+    targets, sizes = torch.randint(1, 9, (4, 6)), torch.full((4,), 6)
+    log_probs = square(2, 12, 4, 9).log_softmax(-1)
+    results.append(nn.functional.ctc_loss(log_probs, targets, torch.full((4,), 12), sizes))
+    sobol = torch.quasirandom.SobolEngine(40, scramble=True, seed=3)
+    return [*results, sobol.draw(50), sobol.fast_forward(3).draw(50)]
+
+
 def random_in_place():
     x = square(1)
     x.normal_().uniform_().bernoulli_(0.5)
@@ -698,7 +720,8 @@ PROGRAMS = [
     in_place_operators, zero_size, foreach_lists, fused_lists, optional_and_undefined,
     no_storage, sparse_layouts, quantised_tensors, complex_tensors, narrow_dtypes,
     tensor_subclasses, modes, custom_functions, hooks, double_backward, functional_transforms,
-    forward_mode, checkpoints, layers_with_state, random_in_place, inference,
+    forward_mode, checkpoints, layers_with_state, composites_that_touch_memory,
+    random_in_place, inference,
 ]  # fmt: skip
 
 

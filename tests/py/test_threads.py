@@ -4,6 +4,7 @@ import faulthandler
 import queue
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -136,11 +137,15 @@ def test_threads_whose_working_sets_fill_the_budget_take_turns():
 # -- the GIL -----------------------------------------------------------------------------------
 
 
-def test_thread_that_waits_for_memory_lets_another_thread_run_python_to_free_some():
-    """Without paging nothing but Python code of the other thread can make room.
+@pytest.mark.parametrize(
+    "ask",
+    [lambda x: x.data_ptr(), lambda _: torch.empty(0).untyped_storage().resize_(2 * MIB)],
+    ids=["pointer", "storage"],
+)
+def test_thread_that_waits_with_the_gil_held_lets_others_run_python(ask):
+    """PyTorch holds the GIL in these calls, and there is no room for the bytes.
 
-    The waiting thread stands in an operator with the GIL held; the memory it needs is pinned by
-    an operator of the other thread, whose kernel is Python code.
+    What takes the room is pinned by an operator whose kernel is Python code.
     """
     started, go_on = threading.Event(), threading.Event()
     library = torch.library.Library("tp_threads", "DEF")
@@ -148,10 +153,17 @@ def test_thread_that_waits_for_memory_lets_another_thread_run_python_to_free_som
 
     def slow(x):
         started.set()
-        assert go_on.wait(20), "the other thread has kept the GIL"
+        assert go_on.wait(20)
         x.add_(1)
 
     library.impl("slow", slow, "CPU")
+    ticks = []
+
+    def tick():
+        while not go_on.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.001)
+
     try:
         with paging("4 MiB"):
             # 3 MiB, pinned while slow() runs, and 2 MiB.
@@ -163,13 +175,19 @@ def test_thread_that_waits_for_memory_lets_another_thread_run_python_to_free_som
 
             def waits():
                 assert started.wait(20)
-                threading.Timer(0.2, go_on.set).start()
-                assert pair[1].sum().item() == MIB // 2  # runs over HOST, or waits
+                began = time.monotonic()
+                ask(pair[1])
+                ended = time.monotonic()
+                go_on.set()
+                assert ended - began > 0.02, "it was meant to wait"
+                assert len([at for at in ticks if began < at < ended]) >= 5
 
-            in_threads(pins, waits)
+            in_threads(pins, waits, tick)
             assert pair[0].sum().item() == MIB * 3 // 4
+            assert pair[1].sum().item() == MIB // 2
             pair.clear()
     finally:
+        go_on.set()
         library._destroy()
 
 
@@ -413,6 +431,7 @@ def test_collective_in_progress_holds_its_operands(tmp_path):
                 assert x.mean().item() == 6.0 + turn
             assert ballast[4].mean().item() == 9.0
             assert torchpager.stats().misses.count > 0
+            assert torchpager.stats().unseen_writes.count == 0
             del works, work, each
             del ballast, gathered, x
     finally:
