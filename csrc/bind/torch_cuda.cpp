@@ -96,9 +96,13 @@ size_t native_reserved_bytes(int device) {
  * it. */
 double fraction_for(size_t bytes, size_t total) {
     if (bytes >= total) return 1.0;
+    const auto allowed = [total](double fraction) {
+        return static_cast<size_t>(fraction * static_cast<double>(total));
+    };
     double fraction = static_cast<double>(bytes) / static_cast<double>(total);
-    while (fraction > 0.0 &&
-           static_cast<size_t>(fraction * static_cast<double>(total)) > bytes) {
+    /* One byte less would refuse the last segment. */
+    while (allowed(fraction) < bytes) fraction = std::nextafter(fraction, 1.0);
+    while (fraction > 0.0 && allowed(fraction) > bytes) {
         fraction = std::nextafter(fraction, 0.0);
     }
     return fraction;
@@ -193,7 +197,14 @@ size_t segment_bytes(size_t bytes) {
 /* Lets the native allocator grow by a request it could not serve. False: no room. */
 bool make_room(tp_core *core, size_t bytes, tp_error *error) {
     size_t granted = 0; /* the core has told the native allocator already */
-    return tp_core_yield_to_foreign(core, segment_bytes(bytes), &granted, error) == TP_OK;
+    const size_t needed = segment_bytes(bytes);
+    /* A little more if it can be had: a fraction of what the native allocator takes for the
+     * device's total stands for a number of bytes only roughly. */
+    tp_error refused{};
+    if (tp_core_yield_to_foreign(core, needed + kSmallSegment, &granted, &refused) == TP_OK) {
+        return true;
+    }
+    return tp_core_yield_to_foreign(core, needed, &granted, error) == TP_OK;
 }
 
 [[noreturn]] void throw_native_oom(tp_core *core, int device, size_t bytes,

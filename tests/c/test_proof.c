@@ -84,34 +84,6 @@ TEST(blind_write_behind_a_write_back_is_found_before_the_eviction_it_is_for) {
     }
 }
 
-/* The fills of one operator wait for each other before the first is mapped, and for write-backs that
- * make room for the last: with more of them than there are places for fingerprints of copies. */
-TEST(more_fills_of_one_operator_than_places_do_not_stop_a_write_back) {
-    enum { READS = 3 }; /* of two extents each */
-    world w;
-    world_options options = quiet(test_seed());
-    options.budget_bytes = 128 * TP_KIB;
-    world_open(&w, &options);
-    const int reads[READS] = {0, 1, 2};
-    for (unsigned i = 0; i < READS; i++) MUST(world_alloc(&w, i, 32 * TP_KIB, 0));
-    world_drain(&w);
-    tp_addr addrs[READS];
-    for (unsigned i = 0; i < READS; i++) {
-        addrs[i] = w.tensors[i].addr;
-        MUST_OK(tp_evict(w.core, addrs[i], &test_error));
-    }
-    tp_mark_written(w.core, addrs, READS, UINT64_MAX); /* their fills compute fingerprints */
-    for (unsigned i = READS; i < READS + 8; i++) MUST(world_alloc(&w, i, 16 * TP_KIB, 0));
-    world_op(&w, 0, reads, READS, -1);
-    for (unsigned i = 0; i < READS; i++) {
-        tp_block_info info;
-        MUST(tp_block_query(w.core, addrs[i], &info));
-        EXPECT_EQ(info.host_bytes, 0);
-    }
-    world_close(&w);
-    EXPECT_EQ(world_violations(&w), 0);
-}
-
 TEST(block_that_nobody_wrote_is_evicted_without_a_copy_after_one_look) {
     world w;
     const world_options options = quiet(test_seed());

@@ -345,3 +345,27 @@ def test_pinned_tensor_stays_and_more_pins_than_budget_raise() -> None:
         testing.evict(pinned)
         assert testing.state(pinned).where == "host"
         assert holds(pinned, 1)
+
+
+@pytest.mark.parametrize("size", [512 << 10, 1 << 20])
+def test_small_tensors_may_fill_what_large_ones_leave_of_the_budget(size: int) -> None:
+    budget = 512 * MIB
+    with torchpager.budget(budget), torchpager.auto_offload():
+        large = [filled(i, mib=16) for i in range(40)]
+        small = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(200)]
+        assert sum(t.numel() for t in small) >= 200 * size
+        assert torchpager.stats().held.peak <= budget
+        assert torchpager.stats().evictions.count > 0
+        assert all(holds(tensor, i) for i, tensor in enumerate(large))
+        del large, small
+
+
+def test_budget_of_small_tensors_alone_is_used_to_the_last_segment() -> None:
+    budget = 256 * MIB
+    tensors = []
+    with torchpager.budget(budget):
+        with pytest.raises(torch.OutOfMemoryError):
+            while True:
+                tensors.append(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+        assert budget - 4 * MIB <= torch.cuda.memory_reserved() <= budget
+        tensors.clear()
