@@ -360,12 +360,17 @@ def test_small_tensors_may_fill_what_large_ones_leave_of_the_budget(size: int) -
         del large, small
 
 
+def grow_for_ever(tensors: list[torch.Tensor]) -> None:
+    """Make one small tensor after the other."""
+    while True:
+        tensors.append(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+
+
 def test_budget_of_small_tensors_alone_is_used_to_the_last_segment() -> None:
     budget = 256 * MIB
-    tensors = []
+    tensors: list[torch.Tensor] = []
     with torchpager.budget(budget):
         with pytest.raises(torch.OutOfMemoryError):
-            while True:
-                tensors.append(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+            grow_for_ever(tensors)
         assert budget - 4 * MIB <= torch.cuda.memory_reserved() <= budget
         tensors.clear()
