@@ -5,7 +5,17 @@ import importlib
 
 import pytest
 
-MODULES = ("adopt", "budget", "offload", "pin", "pluggable", "roofline", "simulate", "sizes")
+MODULES = (
+    "adopt",
+    "budget",
+    "offload",
+    "pin",
+    "plan",
+    "pluggable",
+    "roofline",
+    "simulate",
+    "sizes",
+)
 MODULES += ("stats", "status", "testing", "trace")
 
 
