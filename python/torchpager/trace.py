@@ -194,6 +194,13 @@ class Trace:
         """
         return _build_step(self, chunk_bytes)
 
+    def steps(self, *, chunk_bytes: int | None = OPTIMIZER_CHUNK_BYTES) -> tuple[Step, ...]:
+        """Return every recorded step.
+
+        Blocks that live through all of them come first in each, and have the same index.
+        """
+        return _build_steps(self, chunk_bytes)
+
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
     r"""Read a recorded trace.
@@ -309,18 +316,26 @@ def _lower_medians(trace: Trace, kinds: dict[int, _Kind]) -> dict[_Kind, int]:
     }
 
 
-def _bounds(trace: Trace, kinds: dict[int, _Kind], times: dict[_Kind, int]) -> tuple[int, int]:
-    """Return the bounds, among the events, of the period that stands for the program."""
+def _marks(trace: Trace) -> tuple[list[int], int]:
+    """Return the events at which steps begin, and the one at which the recording ends.
+
+    Without marks of steps there is one step: everything behind what was alive at first.
+    """
     events = trace.events
-    starts = [
-        at for at, each in enumerate(events) if type(each) is Mark and each.kind == "step"
-    ]
     ends = [at for at, each in enumerate(events) if type(each) is Mark and each.kind == "end"]
     end = ends[-1] if ends else len(events)
-    if not starts:
-        first = [at for at, each in enumerate(events) if type(each) is not Storage]
-        return (first[0] if first else end), end
-    starts = [each for each in starts if each < end]
+    starts = [
+        at for at, each in enumerate(events[:end]) if type(each) is Mark and each.kind == "step"
+    ]
+    if starts:
+        return starts, end
+    first = next((at for at, each in enumerate(events) if type(each) is not Storage), end)
+    return [first], end
+
+
+def _bounds(trace: Trace, kinds: dict[int, _Kind], times: dict[_Kind, int]) -> tuple[int, int]:
+    """Return the bounds, among the events, of the period that stands for the program."""
+    starts, end = _marks(trace)
     if len(starts) < 2:
         return starts[0], end
     before, last = (
@@ -346,6 +361,36 @@ def _build_step(trace: Trace, chunk_bytes: int | None) -> Step:
     kinds = _kinds(trace)
     times = _lower_medians(trace, kinds)
     start, end = _bounds(trace, kinds, times)
+    return _cut(trace, kinds, times, start, end, chunk_bytes)
+
+
+@lru_cache(maxsize=4)
+def _build_steps(trace: Trace, chunk_bytes: int | None) -> tuple[Step, ...]:
+    kinds = _kinds(trace)
+    times = _lower_medians(trace, kinds)
+    starts, end = _marks(trace)
+    return tuple(
+        _cut(trace, kinds, times, each, after, chunk_bytes)
+        for each, after in pairwise([*starts, end])
+    )
+
+
+def _lasting(trace: Trace) -> set[int]:
+    """Return the storages that are alive from the first step to the end."""
+    (start, *_), end = _marks(trace)
+    alive = {each.ident for each in trace.events[:start] if type(each) is Storage}
+    return alive - {each.ident for each in trace.events[:end] if type(each) is Free}
+
+
+def _cut(
+    trace: Trace,
+    kinds: dict[int, _Kind],
+    times: dict[_Kind, int],
+    start: int,
+    end: int,
+    chunk_bytes: int | None,
+) -> Step:
+    """Make a step of the events in [start, end)."""
     before: set[int] = set()
     for event in trace.events[:start]:
         if type(event) is Storage:
@@ -528,7 +573,11 @@ def _finish(trace: Trace, draft: _Draft, before: set[int]) -> Step:
         number[ident] = len(blocks)
         blocks.append(StepBlock(trace.sizes[ident], born, dead))
 
-    for ident in sorted(before - draft.dead.keys()):
+    # What lives through the whole recording first: then it has one number in all steps.
+    lasting = _lasting(trace)
+    for ident in sorted(
+        before - draft.dead.keys(), key=lambda each: (each not in lasting, each)
+    ):
         add(ident, None, None)
     last = len(draft.operators) - 1
     for ident, born in draft.born.items():

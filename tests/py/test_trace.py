@@ -114,6 +114,17 @@ def test_all_steps_stand_for_a_program_whose_steps_differ(tmp_path):
     assert len(load(tmp_path, "\n".join(lines)).step().operators) == 8
 
 
+def test_blocks_that_last_have_one_index_in_every_step(tmp_path):
+    lines = ["l 9 4096", "l 5 2000", "m step 0", "o mm 10.0 0 r 9 w 2", "a 2 700"]
+    lines += ["m step 1", "o mm 10.0 0 r 9 w 5", "o mm 10.0 0 r 2 w 9", "m end"]
+    first, second = load(tmp_path, "\n".join(lines)).steps()
+    assert [each.size_bytes for each in first.blocks] == [2000, 4096, 700]
+    assert [each.size_bytes for each in second.blocks] == [2000, 4096, 700]
+    assert first.operators[0].reads == second.operators[0].reads == (1,)
+    assert second.operators[0].writes == (0,)
+    assert second.operators[1].reads == (2,)
+
+
 def test_storage_that_replaces_its_like_lives_across_the_boundary(tmp_path):
     one = "o backward 5.0 0 r 1 w {new}\na {new} 4194304\no optimizer 5.0 0 r {new} w 1\n"
     text = "l 1 4096\nl 2 4194304\nm step 0\no zero 1.0 0 r 2 w 2\nf 2 4194304\n"
