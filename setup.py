@@ -29,7 +29,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CSRC = "csrc"
 CORE_DIRS = ("base", "device", "memory", "pager")
-CORE_BIND = ("cores.c", "module.c", "oom_text.c", "torch_entry.c")
+CORE_BIND = ("cores.c", "module.c", "oom_text.c", "plan_py.c", "torch_entry.c")
 CPU_SOURCES = ("torch_hook.cpp", "torch_announced.cpp", "torch_cpu.cpp")
 CUDA_SOURCES = ("torch_cuda.cpp",)
 
@@ -254,8 +254,8 @@ def headers(*, of_core: bool) -> list[str]:
     """The headers that the core includes, or those that reach the glue."""
     found = [str(path.relative_to(ROOT)) for path in sorted((ROOT / CSRC).rglob("*.h"))]
     inner = (f"{CSRC}/memory/", f"{CSRC}/pager/")
-    types = f"{CSRC}/pager/types.h"
-    return [each for each in found if of_core or each == types or not each.startswith(inner)]
+    shown = tuple(f"{CSRC}/pager/{name}.h" for name in ("plan", "trace", "types"))
+    return [each for each in found if of_core or each in shown or not each.startswith(inner)]
 
 
 def core_extension() -> Extension:

@@ -20,6 +20,7 @@
 #include "base/stats.h"
 #include "base/status.h"
 #include "device/device.h"
+#include "pager/plan.h" /* pure: a plan needs no core */
 #include "pager/types.h"
 
 #if defined(__GNUC__)

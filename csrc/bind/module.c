@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "bind/cores.h"
+#include "bind/plan_py.h"
 #include "device/device_cuda.h"
 
 typedef struct module_state {
@@ -752,6 +753,15 @@ static PyObject *core_on_unseen_write(PyObject *module, PyObject *callback) {
     Py_RETURN_NONE;
 }
 
+/* ---- planning ---------------------------------------------------------------------------- */
+
+static PyObject *core_make_plan(PyObject *module, PyObject *args, PyObject *kwargs) {
+    tp_error error = {0};
+    PyObject *answer = tp_bind_make_plan(args, kwargs, &error);
+    if (answer != NULL || PyErr_Occurred()) return answer;
+    return raise_core_error(module, error.status, &error, NULL);
+}
+
 /* ---- the module -------------------------------------------------------------------------- */
 
 #define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
@@ -787,6 +797,7 @@ static PyMethodDef methods[] = {
     {"last_oom", core_last_oom, METH_VARARGS, NULL},
     {"on_first_paging", core_on_first_paging, METH_O, NULL},
     {"on_unseen_write", core_on_unseen_write, METH_O, NULL},
+    {"make_plan", KEYWORDS(core_make_plan), NULL},
     {"sim_fd", core_sim_fd, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

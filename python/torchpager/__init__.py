@@ -28,9 +28,11 @@ else:
     from torchpager.offload import auto_offload
     from torchpager.pin import pin
     from torchpager.pluggable import pluggable_allocator
+    from torchpager.roofline import roofline
     from torchpager.simulate import simulate
     from torchpager.stats import last_oom, reset_stats, stats
     from torchpager.status import status
+    from torchpager.trace import load_trace
 
 __all__ = [
     "UnavailableError",
@@ -39,9 +41,11 @@ __all__ = [
     "auto_offload",
     "budget",
     "last_oom",
+    "load_trace",
     "pin",
     "pluggable_allocator",
     "reset_stats",
+    "roofline",
     "simulate",
     "stats",
     "status",

@@ -1,4 +1,4 @@
-"""``python -m torchpager run | doctor | demo``."""
+"""``python -m torchpager run | doctor | demo | roofline``."""
 
 import importlib
 import sys
@@ -9,11 +9,12 @@ _COMMANDS = {
     "run": "run an unmodified program inside a budget",
     "doctor": "say what this machine supports, and what to do about each no",
     "demo": "train a small GPT inside half its memory and compare the bits",
+    "roofline": "say how fast a recorded step can be inside a budget",
 }
 
 
 def _usage() -> str:
-    lines = [f"  {name:8}{what}" for name, what in _COMMANDS.items()]
+    lines = [f"  {name:10}{what}" for name, what in _COMMANDS.items()]
     return "\n".join(["usage: python -m torchpager COMMAND ...", "", *lines])
 
 

@@ -103,3 +103,29 @@ def on_unseen_write(callback: Callable[[int], None] | None) -> None:
 
 def sim_fd(kind: str) -> int:
     """The memfd of "device" or "host" frames of the simulated device."""
+
+# -- planning: pure, no core needed -----------------------------------------------------------------
+def make_plan(
+    *,
+    device_ns: bytes,
+    operand_end: bytes,
+    streams: bytes,
+    operand_block: bytes,
+    operand_flags: bytes,
+    block_bytes: bytes,
+    born: bytes,
+    dead: bytes,
+    budget_bytes: int,
+    link_bytes_per_s: int,
+    link_both_bytes_per_s: int,
+) -> tuple[bytes, int, int, int, int]:
+    """Plan one step (csrc/pager/plan.h). The trace comes as columns in the machine's byte order.
+
+    An entry for each operator: device_ns (u64), operand_end (u32; where its operands end), streams
+    (u8). For each operand: operand_block (u32), operand_flags (u8; 1 reads, 2 writes). For each block:
+    block_bytes (u64), born and dead (u32; 2**32 - 1 twice: it lives through the step).
+    Returns the acts, four u32 each (operator, block, extent, kind: 0 write back, 1 evict, 2 fill, 3
+    leave in HOST), and the model's step_ns, in_bytes, out_bytes and peak_bytes.
+    CoreError("OUT_OF_MEMORY") if the operands of an operator do not fit, "INVALID" for a trace that
+    makes no sense.
+    """

@@ -12,6 +12,8 @@ EXPORTS = {
     "reset_stats",
     "status",
     "last_oom",
+    "load_trace",
+    "roofline",
     "pluggable_allocator",
     "testing",
     "UnavailableError",

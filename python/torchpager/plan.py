@@ -1,0 +1,117 @@
+"""Plans: what to move in a step, and when. The planner itself is ``csrc/pager/plan.c``."""
+
+import enum
+import re
+import struct
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchpager import _core
+from torchpager.roofline import Link
+from torchpager.trace import Step
+
+# Operators that go over each operand once: lists and fused lists of optimizers, elementwise in
+# place. One of their operands in HOST costs what a copy of it does.
+_STREAMING = re.compile(
+    r"::(_foreach_\w+|_fused_\w+|(add|sub|mul|div|addcmul|addcdiv|lerp|sqrt|copy|zero|fill)_)(\.|$)"
+)
+_NEVER = (1 << 32) - 1
+_READS, _WRITES = 1, 2
+
+
+class ActKind(enum.IntEnum):
+    """What an act does with an extent."""
+
+    WRITE_BACK = 0
+    EVICT = 1
+    FILL = 2
+    LEAVE = 3
+
+
+class Act(NamedTuple):
+    """One act of a plan.
+
+    It comes after the operator before ``operator`` has started, and before ``operator`` starts.
+    """
+
+    operator: int
+    block: int
+    extent: int
+    kind: ActKind
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A plan of one step, and what the planner's model says of it.
+
+    Attributes
+    ----------
+    acts
+        In order.
+    step_ms, in_bytes, out_bytes, peak_bytes
+        Of one step in the steady state.
+    """
+
+    acts: tuple[Act, ...]
+    step_ms: float
+    in_bytes: int
+    out_bytes: int
+    peak_bytes: int
+
+
+def make_plan(step: Step, budget_bytes: int, *, link: Link | None = None) -> Plan:
+    """Plan a step inside a budget.
+
+    Raises
+    ------
+    torchpager._core.CoreError
+        The operands of an operator do not fit, and it does not stream.
+
+    Examples
+    --------
+    >>> from torchpager.trace import StepBlock, StepOperator
+    >>> weights = StepBlock(64 << 20, None, None)
+    >>> multiply = [StepOperator("aten::mm", "", 5_000_000, (each,), ()) for each in range(3)]
+    >>> plan = make_plan(Step(tuple(multiply), (weights,) * 3), 128 << 20)
+    >>> plan.step_ms, plan.out_bytes
+    (15.0, 0)
+    """
+    link = link or Link()
+    operand_end, blocks, flags = array("I"), array("I"), array("B")
+    for at, operator in enumerate(step.operators):
+        reads, writes = set(operator.reads), set(operator.writes)
+        for block in dict.fromkeys((*operator.reads, *operator.writes)):
+            # What is changed in place is listed as written only.
+            is_read = block in reads or step.blocks[block].born != at
+            blocks.append(block)
+            flags.append(_READS * is_read | _WRITES * (block in writes))
+        operand_end.append(len(blocks))
+    acts, step_ns, in_bytes, out_bytes, peak_bytes = _core.make_plan(
+        device_ns=array("Q", (each.device_ns for each in step.operators)).tobytes(),
+        operand_end=operand_end.tobytes(),
+        streams=bytes(bool(_STREAMING.search(each.name)) for each in step.operators),
+        operand_block=blocks.tobytes(),
+        operand_flags=flags.tobytes(),
+        block_bytes=array("Q", (each.size_bytes for each in step.blocks)).tobytes(),
+        born=_points(each.born for each in step.blocks),
+        dead=_points(each.dead for each in step.blocks),
+        budget_bytes=budget_bytes,
+        link_bytes_per_s=round(link.alone),
+        link_both_bytes_per_s=round(link.both),
+    )
+    return Plan(
+        tuple(
+            Act(operator, block, extent, ActKind(kind))
+            for operator, block, extent, kind in struct.iter_unpack("=4I", acts)
+        ),
+        step_ns / 1e6,
+        in_bytes,
+        out_bytes,
+        peak_bytes,
+    )
+
+
+def _points(points: Iterable[int | None]) -> bytes:
+    return array("I", (_NEVER if each is None else each for each in points)).tobytes()
