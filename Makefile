@@ -26,7 +26,7 @@ IN_PLACE = PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-c test-py test-gpu bench replay fault stress asan tsan \
+.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long bench replay fault stress asan tsan \
         lint format types cover docs ptx check clean
 
 help: ## list the targets
@@ -58,11 +58,16 @@ test-py: build ## the Python tests, and the named scenarios on the simulated dev
 
 test-gpu: ## on a GPU machine, with its own python and torch: C contract on CUDA, tests/gpu, scenarios
 	$(PYTHON) setup.py --quiet build_ext --inplace
-	timeout 180 $(MAKE) -C tests/c test TESTS='test_device_contract test_cuda_api' ARGS='*cuda*'
-	$(IN_PLACE) timeout --signal=INT --kill-after=30 480 \
-	    $(PYTHON) -X faulthandler -m pytest -x tests/gpu $(PYTEST_ARGS)
+	timeout 120 $(MAKE) -C tests/c test-cuda
+	$(IN_PLACE) timeout --signal=INT --kill-after=30 300 \
+	    $(PYTHON) -X faulthandler -m pytest tests/gpu -m "not long" $(PYTEST_ARGS)
 	$(IN_PLACE) timeout --signal=INT --kill-after=30 240 \
-	    $(PYTHON) -X faulthandler -m pytest -x tests/scenarios -m gpu $(PYTEST_ARGS)
+	    $(PYTHON) -X faulthandler -m pytest tests/scenarios -m gpu $(PYTEST_ARGS)
+
+test-gpu-long: ## there too: the 16-layer GPT at 75, 50 and 40%, five models at 40%, overhead
+	$(PYTHON) setup.py --quiet build_ext --inplace
+	$(IN_PLACE) timeout --signal=INT --kill-after=30 470 \
+	    $(PYTHON) -X faulthandler -m pytest tests/gpu -m long $(PYTEST_ARGS)
 
 bench: ## overhead without pressure; on a GPU also the 16-layer GPT. Prints ratios
 	$(IN_PLACE) timeout 470 $(if $(wildcard $(PY)),$(PY),$(PYTHON)) benchmarks/overhead.py $(BENCH_ARGS)

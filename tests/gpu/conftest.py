@@ -23,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"limit(seconds): at most that long instead of {LIMIT_S} s"
     )
+    config.addinivalue_line("markers", "long: of make test-gpu-long, not of make test-gpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from conftest import Script
 
 
+@pytest.mark.long
 @pytest.mark.limit(400)
 def test_gpt_inside_shares_of_its_peak_has_native_bits(
     python: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]

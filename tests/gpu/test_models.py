@@ -155,6 +155,7 @@ def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     ]
 
 
+@pytest.mark.long
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("make", [decoder, encoder, convolutions, recurrent, experts])
 def test_model_trains_at_40_percent_of_its_peak(

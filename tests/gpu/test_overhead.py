@@ -7,6 +7,7 @@ import pytest
 from conftest import Script
 
 
+@pytest.mark.long
 @pytest.mark.limit(240)
 def test_overhead_without_pressure_is_within_bounds(
     python: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]
