@@ -1,6 +1,9 @@
 /* One scene for each way in which the core has once gone wrong. */
+#define _POSIX_C_SOURCE 200809L
+
 #include <pthread.h>
 #include <string.h>
+#include <time.h>
 
 #include "base/lock.h"
 #include "harness.h"
@@ -152,8 +155,12 @@ TEST(unseen_block_in_host_is_not_filled_ahead) {
     tp_core_empty_cache(r.core); /* only memory that is free is used for it */
     for (unsigned i = 0; i < BEFORE; i++) rig_op(&r, 0, tensors[i], RIG_EXTENT, i, false);
     rig_drain(&r);
-    for (int i = 0; i < 10000 && rig_info(&r, tensors[BEFORE]).host_bytes > 0; i++)
+    const struct timespec moment = {0,
+                                    100000}; /* the pager's thread may be slow to get there */
+    for (int i = 0; i < 20000 && rig_info(&r, tensors[BEFORE]).host_bytes > 0; i++) {
         rig_drain(&r);
+        (void)nanosleep(&moment, NULL);
+    }
     EXPECT_EQ(rig_info(&r, tensors[BEFORE]).resident_bytes,
               RIG_EXTENT); /* the next one, ahead */
     EXPECT_EQ(rig_info(&r, workspace).host_bytes, RIG_EXTENT);
