@@ -281,6 +281,11 @@ class Machine:
             for block, number, extent in self._operands(at)
             if block not in born and (block, number) not in self.left
         ]
+        left = [
+            extent
+            for block, number, extent in self._operands(at)
+            if (block, number) in self.left
+        ]
         waited = False
         while True:
             self._settle()
@@ -289,6 +294,8 @@ class Machine:
                     if extent.leaving and not extent.copying:
                         self._stay(extent)
                 absent = [each for each in needed if not each.resident or each.leaving]
+                # What is left on the host must not be on its way here.
+                absent += [each for each in left if each.coming]
                 claims = any(not each.claimed for each in self.incoming)
                 if not absent and not claims and self.used + births <= self.budget:
                     break
@@ -586,9 +593,10 @@ def main() -> int:
         for share in options.budgets:
             rows.append(row_of(trace, share, bounds, options.jitter))
             print(line_of(rows[-1]), flush=True)
+    # Before the rows are written: it may be the same file.
+    found = regressions(rows, options.check) if options.check else []
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     Path(options.out).write_text(json.dumps(rows, indent=1) + "\n")
-    found = regressions(rows, options.check) if options.check else []
     for each in found:
         print(f"worse: {each}", file=sys.stderr)
     return 1 if found else 0

@@ -174,14 +174,15 @@ static void bury(planner *p, uint32_t op) {
     }
 }
 
-static bool operands_are_resident(const planner *p, uint32_t op) {
+/* What is left in HOST must not be on its way here: the operator may write it. */
+static bool operands_are_there(const planner *p, uint32_t op) {
     const tp_model *m = &p->model;
     const tp_trace_op *it = &m->trace->ops[op];
     for (uint32_t i = it->operand_begin; i < it->operand_begin + it->operand_count; i++) {
         const uint32_t block = m->trace->operands[i].block;
-        if (m->left[i] || m->trace->blocks[block].born_op == op) continue;
+        if (m->trace->blocks[block].born_op == op) continue;
         for (uint32_t u = m->block_units[block]; u < m->block_units[block + 1]; u++)
-            if (!m->units[u].resident) return false;
+            if (m->left[i] ? m->units[u].filling : !m->units[u].resident) return false;
     }
     return true;
 }
@@ -245,7 +246,7 @@ static void release_operands(planner *p, uint32_t op) {
 static bool start_op(planner *p) {
     tp_model *m = &p->model;
     const uint32_t op = op_at(p, m->point);
-    if (p->running || !operands_are_resident(p, op)) return false;
+    if (p->running || !operands_are_there(p, op)) return false;
     if (!could_make_room(p, m->born_bytes[op], m->point)) return false;
     make_room(p, m->born_bytes[op], m->point);
     bear(p, op);

@@ -458,6 +458,27 @@ TEST(operands_of_a_streaming_operator_that_do_not_fit_stay_in_host) {
     tp_plan_fini(&plan);
 }
 
+TEST(streaming_operator_waits_for_an_operand_that_is_on_its_way) {
+    scene s;
+    scene_init(&s, 4 * EXTENT);
+    const uint32_t state = add_carried(&s, 2 * EXTENT);
+    add_op(&s, 10);
+    s.ops[0].streams = true;
+    add_operand(&s, add_block(&s, 3 * EXTENT, 0, 0), false, true);
+    add_operand(&s, state, true, true);
+    add_op(&s, 500);
+    add_operand(&s, state, true, true);
+    add_op(&s, 500);
+    add_operand(&s, add_block(&s, 4 * EXTENT, 2, 2), false, true);
+    add_op(&s, 10); /* one extent has room beside the next births; its fill ends after this */
+    tp_plan plan;
+    make(&s, &plan);
+    EXPECT_EQ(count(&plan, TP_ACT_LEAVE), 1);
+    EXPECT_EQ(count(&plan, TP_ACT_FILL), 2);
+    EXPECT(first_act(&plan, TP_ACT_LEAVE)->extent == 1);
+    tp_plan_fini(&plan);
+}
+
 TEST(states_are_streamed_where_that_is_faster_than_copies) {
     scene s;
     scene_init(&s, 2 * EXTENT);
