@@ -861,6 +861,19 @@ static void push_locked(sim_device *sim, sim_stream *stream, sim_item *item) {
     if (++sim->queued_count > QUEUE_SOFT_MAX && !sim->options.manual) drain_markers_locked(sim);
 }
 
+/* Queues a new item with the values of `item`. */
+static tp_status push_new_locked(sim_device *sim, sim_stream *stream, sim_item item,
+                                 const char *what, tp_error *error) {
+    sim_item *queued = item_new_locked(sim, item.kind);
+    if (queued == NULL) {
+        return tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for a queued %s", what);
+    }
+    item.queued_ns = queued->queued_ns;
+    *queued = item;
+    push_locked(sim, stream, queued);
+    return TP_OK;
+}
+
 /* What every call that queues work checks first. */
 static tp_status queue_check_locked(const sim_device *sim, const sim_stream *stream,
                                     int64_t capture_code, tp_error *error) {
@@ -886,16 +899,9 @@ static tp_status sim_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr 
                          bytes, (unsigned long long)src, (unsigned long long)dst);
     }
     if (status == TP_OK) {
-        sim_item *item = item_new_locked(sim, ITEM_COPY);
-        if (item == NULL) {
-            status = tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for a queued copy");
-        } else {
-            item->dir = dir;
-            item->dst = dst;
-            item->src = src;
-            item->bytes = bytes;
-            push_locked(sim, stream, item);
-        }
+        const sim_item copy = {
+            .kind = ITEM_COPY, .dir = dir, .dst = dst, .src = src, .bytes = bytes};
+        status = push_new_locked(sim, stream, copy, "copy", error);
     }
     tp_lock_drop(&sim->lock);
     return status;
@@ -918,16 +924,9 @@ static tp_status sim_fingerprint(tp_device *dev, tp_stream stream, tp_addr addr,
                          bytes, (unsigned long long)addr, place);
     }
     if (status == TP_OK) {
-        sim_item *item = item_new_locked(sim, ITEM_FINGERPRINT);
-        if (item == NULL) {
-            status =
-                tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for a queued fingerprint");
-        } else {
-            item->src = addr;
-            item->bytes = bytes;
-            item->place = place;
-            push_locked(sim, target, item);
-        }
+        const sim_item fingerprint = {
+            .kind = ITEM_FINGERPRINT, .src = addr, .bytes = bytes, .place = place};
+        status = push_new_locked(sim, target, fingerprint, "fingerprint", error);
     }
     tp_lock_drop(&sim->lock);
     return status;
@@ -1384,15 +1383,9 @@ tp_status tp_sim_launch(tp_device *dev, tp_stream stream, tp_sim_kernel *kernel,
     sim_stream *target = stream_locked(sim, stream);
     tp_status status = queue_check_locked(sim, target, CODE_CAPTURE_UNSUPPORTED, error);
     if (status == TP_OK) {
-        sim_item *item = item_new_locked(sim, ITEM_KERNEL);
-        if (item == NULL) {
-            status = tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for a queued kernel");
-        } else {
-            item->kernel = kernel;
-            item->arg = arg;
-            item->duration_ns = duration_ns;
-            push_locked(sim, target, item);
-        }
+        const sim_item launch = {
+            .kind = ITEM_KERNEL, .kernel = kernel, .arg = arg, .duration_ns = duration_ns};
+        status = push_new_locked(sim, target, launch, "kernel", error);
     }
     tp_lock_drop(&sim->lock);
     return status;
