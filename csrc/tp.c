@@ -157,12 +157,8 @@ tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags
         first = (tp_error){0};
         status = alloc(core, bytes, stream, flags, out, oom, &first);
     }
-    if ((flags & TP_ALLOC_UNKNOWN) != 0 && pager->armed) {
-        /* Its kernels may be launched when this returns, over operands that nothing pins. */
-        pager->heard_ns = tp_now_ns();
-        tp_pager_distrust(pager);
-        tp_access_await_remaps(pager);
-    }
+    /* Its kernels may be launched when this returns, over operands that nothing pins. */
+    if ((flags & TP_ALLOC_UNKNOWN) != 0) tp_arming_unknown(pager);
     leave_arming(core);
     if (status != TP_OK && error != NULL && error->status == TP_OK) *error = first;
     return status;

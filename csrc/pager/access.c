@@ -390,8 +390,7 @@ void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t ou
     for (size_t i = 0; i < output_count; i++) {
         tp_block *block = tp_block_live(pager, outputs[i]);
         if (block == NULL) continue;
-        block->seen = block->tensor = true;
-        lru_touch(pager, block);
+        tp_access_see(pager, block);
         mark_use(pager, block, mark);
     }
     for (uint32_t i = 0; i < op->pin_count; i++) {

@@ -1,5 +1,7 @@
 #include "pager/arming.h"
 
+#include "pager/access.h"
+
 static tp_arming due(const tp_pager *pager) {
     if (pager->armed) return TP_ARM_FULL;
     return pager->watching ? TP_ARM_SAMPLE : TP_ARM_OFF;
@@ -46,6 +48,13 @@ void tp_arming_update(tp_pager *pager) {
         pager->watching = true;
         tell(pager);
     }
+}
+
+void tp_arming_unknown(tp_pager *pager) {
+    if (!pager->armed) return;
+    pager->heard_ns = tp_now_ns();
+    tp_pager_distrust(pager);
+    tp_access_await_remaps(pager);
 }
 
 void tp_arming_off(tp_pager *pager) {

@@ -12,6 +12,9 @@ void tp_arming_update(tp_pager *pager);
 /* Before evictions are decided. True if it changed anything, so that what was read before is old.
  * They may be decided if pager->armed is set then. */
 bool tp_arming_full(tp_pager *pager);
+/* An operator that perhaps nobody tells of is about to go on: no remap is in progress then, and none
+ * begins for a while. */
+void tp_arming_unknown(tp_pager *pager);
 /* Offload has ended. */
 void tp_arming_off(tp_pager *pager);
 
