@@ -21,12 +21,6 @@ static world_options usual(uint64_t seed) {
                            .offload = true};
 }
 
-static tp_stats stats_of(world *w) {
-    tp_stats stats;
-    tp_core_stats(w->core, &stats);
-    return stats;
-}
-
 static tp_block_info info_of(world *w, unsigned idx) {
     tp_block_info info;
     MUST(tp_block_query(w->core, w->tensors[idx].addr, &info));
@@ -46,7 +40,7 @@ TEST(block_comes_back_whole_when_asked_for_again) {
     tp_sim_get_counts(w.dev, &after);
     EXPECT_EQ(w.tensors[1].addr, addr);
     EXPECT_EQ(after.maps, before.maps);
-    EXPECT_EQ(stats_of(&w).cache_hits, 1);
+    EXPECT_EQ(world_stats(&w).cache_hits, 1);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
@@ -58,20 +52,20 @@ TEST(evicted_block_is_read_where_it_is_and_comes_back) {
     MUST(world_alloc(&w, 0, 40 * TP_KIB, 0));
     EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
     EXPECT_EQ(info_of(&w, 0).host_bytes, 40 * TP_KIB);
-    EXPECT_EQ(stats_of(&w).resident.current, 0);
+    EXPECT_EQ(world_stats(&w).resident.current, 0);
     world_blind_read(&w, 1, 0, false); /* nobody told us: read in HOST */
     world_drain(&w);
     const int reads[] = {0};
     world_op(&w, 2, reads, 1, -1);
     EXPECT_EQ(info_of(&w, 0).resident_bytes, 40 * TP_KIB);
     EXPECT_EQ(info_of(&w, 0).clean_count, 3);
-    EXPECT_EQ(stats_of(&w).fills.bytes, 40 * TP_KIB);
+    EXPECT_EQ(world_stats(&w).fills.bytes, 40 * TP_KIB);
     /* A clean block leaves without a copy; a written one does not. */
     EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
-    EXPECT_EQ(stats_of(&w).write_backs.bytes, 40 * TP_KIB);
+    EXPECT_EQ(world_stats(&w).write_backs.bytes, 40 * TP_KIB);
     world_op(&w, 0, NULL, 0, 0);
     EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
-    EXPECT_EQ(stats_of(&w).write_backs.bytes, 80 * TP_KIB);
+    EXPECT_EQ(world_stats(&w).write_backs.bytes, 80 * TP_KIB);
     world_op(&w, 1, reads, 1, -1);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
@@ -118,12 +112,12 @@ TEST(block_larger_than_the_budget_is_born_in_host) {
     const world_options options = usual(5);
     world_open(&w, &options);
     MUST(world_alloc(&w, 0, 600 * TP_KIB, 0));
-    EXPECT_EQ(stats_of(&w).born_in_host, 1);
+    EXPECT_EQ(world_stats(&w).born_in_host, 1);
     MUST(world_alloc(&w, 1, 300 * TP_KIB, 0));
     const int reads[] = {0, 1};
     world_op(&w, 0, reads, 2, -1); /* 900 KiB of operands in 512: some run in HOST */
-    EXPECT(stats_of(&w).host_operators.count > 0);
-    EXPECT(stats_of(&w).reserved.peak <= 512 * TP_KIB);
+    EXPECT(world_stats(&w).host_operators.count > 0);
+    EXPECT(world_stats(&w).reserved.peak <= 512 * TP_KIB);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
@@ -134,15 +128,15 @@ TEST(host_budget_is_exact_and_its_end_is_an_error) {
     options.host_bytes = 64 * TP_KIB;
     world_open(&w, &options);
     for (unsigned i = 0; i < 9; i++) (void)world_alloc(&w, i, 64 * TP_KIB, 0);
-    EXPECT_EQ(stats_of(&w).block_count, 9);
-    EXPECT_EQ(stats_of(&w).host_held.current, 64 * TP_KIB);
+    EXPECT_EQ(world_stats(&w).block_count, 9);
+    EXPECT_EQ(world_stats(&w).host_held.current, 64 * TP_KIB);
     tp_addr addr = 0;
     tp_oom oom = {0};
     EXPECT_STATUS(tp_alloc(w.core, 128 * TP_KIB, w.streams[0], 0, &addr, &oom, &test_error),
                   TP_NO_HOST_MEMORY);
     EXPECT(oom.host_side);
     EXPECT_EQ(oom.host_budget_bytes, 64 * TP_KIB);
-    EXPECT(stats_of(&w).host_held.peak <= 64 * TP_KIB);
+    EXPECT(world_stats(&w).host_held.peak <= 64 * TP_KIB);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
@@ -187,11 +181,11 @@ TEST(budget_moves_while_running) {
     world_open(&w, &options);
     for (unsigned i = 0; i < 8; i++) MUST(world_alloc(&w, i, 60 * TP_KIB, 0));
     EXPECT_OK(tp_core_set_budget(w.core, 128 * TP_KIB, TP_NO_LIMIT, &test_error));
-    EXPECT(stats_of(&w).reserved.current <= 128 * TP_KIB);
+    EXPECT(world_stats(&w).reserved.current <= 128 * TP_KIB);
     EXPECT_OK(tp_core_check(w.core, &test_error));
     const int reads[] = {0, 1};
     world_op(&w, 1, reads, 2, 2);
-    EXPECT(stats_of(&w).reserved.current <= 128 * TP_KIB);
+    EXPECT(world_stats(&w).reserved.current <= 128 * TP_KIB);
     EXPECT_OK(tp_pin(w.core, w.tensors[3].addr, NULL, &test_error));
     EXPECT_STATUS(tp_core_set_budget(w.core, 32 * TP_KIB, TP_NO_LIMIT, &test_error),
                   TP_OUT_OF_MEMORY);
@@ -201,8 +195,8 @@ TEST(budget_moves_while_running) {
     EXPECT_OK(tp_unpin(w.core, w.tensors[3].addr, &test_error));
     EXPECT_OK(tp_core_set_budget(w.core, 4 * TP_MIB, TP_NO_LIMIT, &test_error));
     EXPECT_OK(tp_core_set_offload(w.core, false, &test_error));
-    EXPECT_EQ(stats_of(&w).host.current, 0);
-    EXPECT_EQ(stats_of(&w).host_held.current, 0);
+    EXPECT_EQ(world_stats(&w).host.current, 0);
+    EXPECT_EQ(world_stats(&w).host_held.current, 0);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
@@ -214,9 +208,9 @@ TEST(what_is_left_in_host_comes_home_with_a_larger_budget) {
     world_open(&w, &options);
     for (unsigned i = 0; i < 6; i++) MUST(world_alloc(&w, i, 64 * TP_KIB, 0));
     EXPECT_OK(tp_core_set_offload(w.core, false, &test_error));
-    EXPECT_EQ(stats_of(&w).host.current, 4 * 64 * TP_KIB); /* the budget holds two */
+    EXPECT_EQ(world_stats(&w).host.current, 4 * 64 * TP_KIB); /* the budget holds two */
     EXPECT_OK(tp_core_set_budget(w.core, TP_MIB, TP_NO_LIMIT, &test_error));
-    EXPECT_EQ(stats_of(&w).host.current, 0);
+    EXPECT_EQ(world_stats(&w).host.current, 0);
     const int reads[] = {0, 1, 5};
     world_op(&w, 0, reads, 3, -1);
     world_close(&w);
@@ -232,11 +226,11 @@ TEST(victims_have_the_size_that_is_wanted) {
     world_open(&w, &options);
     const size_t sizes[] = {8 * TP_KIB, 8 * TP_KIB, 16 * TP_KIB, 16 * TP_KIB, 16 * TP_KIB};
     for (unsigned i = 0; i < 5; i++) MUST(world_alloc(&w, i, sizes[i], 0));
-    const uint64_t released = stats_of(&w).frame_releases.count;
+    const uint64_t released = world_stats(&w).frame_releases.count;
     MUST(world_alloc(&w, 5, 16 * TP_KIB, 0));
     EXPECT_EQ(info_of(&w, 2).host_count, 1);
     EXPECT_EQ(info_of(&w, 0).host_count + info_of(&w, 1).host_count, 0);
-    EXPECT_EQ(stats_of(&w).frame_releases.count, released);
+    EXPECT_EQ(world_stats(&w).frame_releases.count, released);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
@@ -261,7 +255,7 @@ TEST(capture_stops_paging_and_defers_frees) {
     EXPECT(info_of(&w, 0).captured);
     EXPECT_STATUS(tp_evict(w.core, w.tensors[0].addr, &test_error), TP_BUSY);
     tp_core_empty_cache(w.core);
-    EXPECT(stats_of(&w).reserved.current <= 64 * TP_KIB);
+    EXPECT(world_stats(&w).reserved.current <= 64 * TP_KIB);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
@@ -336,20 +330,20 @@ TEST(wait_inside_a_region_opens_the_gate_for_its_own_thread) {
     tp_region outer = {0}, inner = {0};
     region_begin(&w, &outer, 0);
     region_begin(&w, &inner, -1);
-    EXPECT_EQ(stats_of(&w).regions_open, 2);
-    const uint64_t evicted = stats_of(&w).evictions.count;
+    EXPECT_EQ(world_stats(&w).regions_open, 2);
+    const uint64_t evicted = world_stats(&w).evictions.count;
     /* Twice the budget in all, inside the region: it pages, and comes back. */
     for (unsigned i = 8; i < 16; i++) MUST(world_alloc(&w, i, 60 * TP_KIB, 0));
-    EXPECT(stats_of(&w).evictions.count > evicted);
-    EXPECT(stats_of(&w).region_waits >= 2);
-    EXPECT_EQ(stats_of(&w).born_in_host, 0);
+    EXPECT(world_stats(&w).evictions.count > evicted);
+    EXPECT(world_stats(&w).region_waits >= 2);
+    EXPECT_EQ(world_stats(&w).born_in_host, 0);
     const int reads[] = {0, 9};
     world_op(&w, 0, reads, 2, 3);
     EXPECT_EQ(info_of(&w, 0).host_bytes, 0);
     region_end(&inner);
     region_end(&outer);
-    EXPECT_EQ(stats_of(&w).regions_open, 0);
-    EXPECT_EQ(stats_of(&w).region_count, 2);
+    EXPECT_EQ(world_stats(&w).regions_open, 0);
+    EXPECT_EQ(world_stats(&w).region_count, 2);
     EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
@@ -397,8 +391,8 @@ TEST(region_of_another_thread_keeps_the_gate_closed) {
     region_begin(&w, &own, 1);
     EXPECT_STATUS(tp_evict(w.core, w.tensors[2].addr, &test_error), TP_BUSY);
     MUST(world_alloc(&w, 8, 60 * TP_KIB, 0)); /* waits for a while, then is born in HOST */
-    EXPECT_EQ(stats_of(&w).evictions.count, 0);
-    EXPECT_EQ(stats_of(&w).born_in_host, 1);
+    EXPECT_EQ(world_stats(&w).evictions.count, 0);
+    EXPECT_EQ(world_stats(&w).born_in_host, 1);
     other_end(&other);
     EXPECT_OK(tp_evict(w.core, w.tensors[2].addr, &test_error));
     region_end(&own);
@@ -419,15 +413,15 @@ TEST(lifted_region_leaves_the_gate_open_but_not_for_a_new_one) {
     region_begin(&w, &inner, -1);
     tp_region_lift(w.core);
     tp_region_unlift(w.core);
-    EXPECT_EQ(stats_of(&w).regions_closed, 1);
+    EXPECT_EQ(world_stats(&w).regions_closed, 1);
     region_end(&inner);
-    EXPECT_EQ(stats_of(&w).regions_closed, 0);
+    EXPECT_EQ(world_stats(&w).regions_closed, 0);
     tp_region_unlift(w.core);
-    EXPECT_EQ(stats_of(&w).regions_closed, 0);
+    EXPECT_EQ(world_stats(&w).regions_closed, 0);
     tp_region_unlift(w.core);
-    EXPECT_EQ(stats_of(&w).regions_closed, 1);
+    EXPECT_EQ(world_stats(&w).regions_closed, 1);
     region_end(&outer);
-    EXPECT_EQ(stats_of(&w).regions_closed, 0);
+    EXPECT_EQ(world_stats(&w).regions_closed, 0);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
@@ -461,9 +455,9 @@ static void run_schedule(const world_options *options, unsigned actions, unsigne
     for (unsigned i = 0; i < actions && test_failures() == 0; i++) world_act(&w);
     EXPECT_OK(tp_core_check(w.core, &test_error));
     if (options->rules_off == 0) {
-        EXPECT(stats_of(&w).reserved.peak <= options->budget_bytes);
-        EXPECT(!stats_of(&w).failed);
-        if (!options->blind_writers) EXPECT_EQ(stats_of(&w).unseen_writes.count, 0);
+        EXPECT(world_stats(&w).reserved.peak <= options->budget_bytes);
+        EXPECT(!world_stats(&w).failed);
+        if (!options->blind_writers) EXPECT_EQ(world_stats(&w).unseen_writes.count, 0);
     }
     world_close(&w);
     if (world_violations(&w) > 0 && options->rules_off == 0) {
@@ -536,7 +530,7 @@ TEST(threads_share_a_core_and_agree_with_their_models) {
             EXPECT_EQ(args[i].violations, 0);
         }
         EXPECT_OK(tp_core_check(host.core, &test_error));
-        EXPECT(stats_of(&host).reserved.peak <= options.budget_bytes);
+        EXPECT(world_stats(&host).reserved.peak <= options.budget_bytes);
         world_close(&host);
     }
 }
@@ -591,7 +585,7 @@ static unsigned write_in_host_then_fill(uint64_t seed, uint32_t rules_off) {
     world_drain(&w);
     world_idle(&w, 0, 40);
     world_op(&w, 0, NULL, 0, 0); /* no room: over HOST, some time later */
-    EXPECT(stats_of(&w).host_operators.count > 0);
+    EXPECT(world_stats(&w).host_operators.count > 0);
     world_free(&w, 1); /* its frames are free at once, with no marker of stream 0 in the way */
     const int reads[] = {0};
     world_op(&w, 2, reads, 1, -1);
@@ -625,7 +619,7 @@ static unsigned free_while_writing_back(uint64_t seed, uint32_t rules_off) {
     (void)nanosleep(&moment, NULL);
     /* Larger than the budget, so born in HOST, where a kernel that nobody announced writes to it. */
     MUST(world_alloc_blind(&w, 1, 80 * TP_KIB, 0));
-    EXPECT_EQ(stats_of(&w).born_in_host, 1);
+    EXPECT_EQ(world_stats(&w).born_in_host, 1);
     world_drain(&w);
     for (int i = 0; i < 400; i++) (void)tp_sim_step(w.dev);
     const int reads[] = {1};

@@ -21,12 +21,6 @@ static world_options quiet(uint64_t seed) {
                            .gentle = true};
 }
 
-static tp_stats stats_of(world *w) {
-    tp_stats stats;
-    tp_core_stats(w->core, &stats);
-    return stats;
-}
-
 static void read_back(world *w, unsigned stream) {
     const int reads[] = {0};
     world_op(w, stream, reads, 1, -1);
@@ -50,7 +44,7 @@ static unsigned write_to_clean_then_evict(uint64_t seed, uint32_t rules_off) {
     EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
     read_back(&w, 0);
     world_drain(&w);
-    const tp_stats stats = stats_of(&w);
+    const tp_stats stats = world_stats(&w);
     EXPECT_EQ(stats.unseen_writes.count, rules_off == 0 ? 2 : 0);
     EXPECT_EQ(stats.unseen_writes.bytes, rules_off == 0 ? 32 * TP_KIB : 0);
     world_close(&w);
@@ -88,9 +82,9 @@ TEST(block_that_nobody_wrote_is_evicted_without_a_copy_after_one_look) {
     world w;
     const world_options options = quiet(test_seed());
     open_clean(&w, &options);
-    const tp_stats before = stats_of(&w);
+    const tp_stats before = world_stats(&w);
     EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
-    const tp_stats after = stats_of(&w);
+    const tp_stats after = world_stats(&w);
     EXPECT_EQ(after.write_backs.count, before.write_backs.count);
     EXPECT_EQ(after.fingerprints.count, before.fingerprints.count + 2);
     EXPECT_EQ(after.unseen_writes.count, 0);
@@ -120,12 +114,12 @@ TEST(operator_gathers_memory_by_write_backs_while_its_finished_fills_wait) {
         MUST(world_alloc(&w, i, 32 * TP_KIB, 0));
     }
     world_drain(&w);
-    const tp_stats before = stats_of(&w);
+    const tp_stats before = world_stats(&w);
     world_op(&w, 0, reads, OPERANDS, -1);
     world_drain(&w);
-    EXPECT_EQ(stats_of(&w).fills.count, before.fills.count + 3 * OPERANDS);
-    EXPECT(stats_of(&w).write_backs.count > before.write_backs.count);
-    EXPECT_EQ(stats_of(&w).host_operators.count, before.host_operators.count);
+    EXPECT_EQ(world_stats(&w).fills.count, before.fills.count + 3 * OPERANDS);
+    EXPECT(world_stats(&w).write_backs.count > before.write_backs.count);
+    EXPECT_EQ(world_stats(&w).host_operators.count, before.host_operators.count);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
@@ -139,15 +133,15 @@ TEST(block_written_in_host_is_proven_anew) {
     MUST(world_alloc(&w, 0, 80 * TP_KIB,
                      0)); /* born in HOST; the fifth extent is written there */
     world_drain(&w);
-    EXPECT_EQ(stats_of(&w).fills.count, 4);
+    EXPECT_EQ(world_stats(&w).fills.count, 4);
     EXPECT_OK(tp_core_set_budget(w.core, 512 * TP_KIB, TP_NO_LIMIT, &test_error));
     read_back(&w, 0);
     world_drain(&w);
-    EXPECT_EQ(stats_of(&w).fills.count, 5);
+    EXPECT_EQ(world_stats(&w).fills.count, 5);
     EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
-    EXPECT_EQ(stats_of(&w).write_backs.count, 4);
-    EXPECT_EQ(stats_of(&w).unproven.count, 0);
-    EXPECT_EQ(stats_of(&w).unseen_writes.count, 0);
+    EXPECT_EQ(world_stats(&w).write_backs.count, 4);
+    EXPECT_EQ(world_stats(&w).unproven.count, 0);
+    EXPECT_EQ(world_stats(&w).unseen_writes.count, 0);
     read_back(&w, 1);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
@@ -164,12 +158,12 @@ TEST(announced_write_over_host_is_no_unseen_one) {
     MUST(world_alloc(&w, 1, 64 * TP_KIB, 1)); /* waits until the first one is in HOST */
     MUST_OK(tp_pin(w.core, w.tensors[1].addr, NULL, &test_error));
     world_op(&w, 0, NULL, 0, 0);
-    EXPECT(stats_of(&w).host_operators.count > 0);
+    EXPECT(world_stats(&w).host_operators.count > 0);
     world_drain(&w);
     world_free(&w, 1);
     read_back(&w, 0);
     EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
-    EXPECT_EQ(stats_of(&w).unseen_writes.count, 0);
+    EXPECT_EQ(world_stats(&w).unseen_writes.count, 0);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
@@ -258,7 +252,7 @@ TEST(blind_write_anywhere_in_a_write_back_is_kept) {
         EXPECT_EQ(writes_left, 0);
         read_back(&w, 1);
         world_drain(&w);
-        EXPECT_EQ(stats_of(&w).unseen_writes.count, where == BEFORE_FINGERPRINT ? 0 : 1);
+        EXPECT_EQ(world_stats(&w).unseen_writes.count, where == BEFORE_FINGERPRINT ? 0 : 1);
         world_close(&w);
         EXPECT_EQ(world_violations(&w), 0);
     }
@@ -274,7 +268,7 @@ TEST(eviction_of_a_block_that_is_always_written_is_given_up) {
     world_drain(&w);
     watch(&w, BEHIND_COPY, 1000);
     EXPECT_STATUS(tp_evict(w.core, w.tensors[0].addr, &test_error), TP_BUSY);
-    EXPECT_EQ(stats_of(&w).unseen_writes.count, 2);
+    EXPECT_EQ(world_stats(&w).unseen_writes.count, 2);
     EXPECT_EQ(writes_left, 998);
     writes_left = 0;
     read_back(&w, 1);
@@ -300,10 +294,10 @@ static void call_off_a_check(bool by_operator) {
     world_drain(&w);
     watch(&w, POINT_COUNT, 0);
     idles_before = 2000;
-    const uint64_t before = stats_of(&w).fingerprints.count;
+    const uint64_t before = world_stats(&w).fingerprints.count;
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, evict_first, &w) == 0);
-    while (stats_of(&w).fingerprints.count == before) continue;
+    while (world_stats(&w).fingerprints.count == before) continue;
     if (by_operator) {
         read_back(&w, 0);
         EXPECT(pthread_join(thread, NULL) == 0);
@@ -313,12 +307,12 @@ static void call_off_a_check(bool by_operator) {
     world_free(&w, 0);
     if (!by_operator) EXPECT(pthread_join(thread, NULL) == 0);
     tp_core_empty_cache(w.core);
-    EXPECT_EQ(stats_of(&w).reserved.current, 0);
+    EXPECT_EQ(world_stats(&w).reserved.current, 0);
     idles_before = 0;
     for (int i = 0; i < 5000; i++) (void)tp_sim_step(w.dev);
     MUST(world_alloc(&w, 1, 32 * TP_KIB, 0)); /* the device has not been lost */
     EXPECT_OK(tp_evict(w.core, w.tensors[1].addr, &test_error));
-    EXPECT(!stats_of(&w).failed);
+    EXPECT(!world_stats(&w).failed);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
 }
@@ -359,11 +353,11 @@ TEST(region_that_was_open_since_a_check_calls_for_another) {
      * been told that it has to wait for the region; it goes on behind it. */
     const uint64_t wanted = info.host_count == 0 ? 1 : 0;
     const struct timespec moment = {0, 1000000};
-    for (int i = 0; i < 5000 && stats_of(&w).unseen_writes.count < wanted; i++) {
+    for (int i = 0; i < 5000 && world_stats(&w).unseen_writes.count < wanted; i++) {
         world_drain(&w);
         (void)nanosleep(&moment, NULL);
     }
-    EXPECT_EQ(stats_of(&w).unseen_writes.count, wanted);
+    EXPECT_EQ(world_stats(&w).unseen_writes.count, wanted);
     read_back(&w, 0);
     world_close(&w);
     EXPECT_EQ(world_violations(&w), 0);
@@ -383,7 +377,7 @@ TEST(marked_block_is_copied_and_one_that_operators_wrote_is_left_alone) {
     MUST(tp_block_query(w.core, w.tensors[0].addr, &info));
     EXPECT_EQ(info.dirty_count, 2);
     EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
-    EXPECT_EQ(stats_of(&w).unseen_writes.count, 0);
+    EXPECT_EQ(world_stats(&w).unseen_writes.count, 0);
     world_op(&w, 0, NULL, 0, 0); /* announced */
     EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
     read_back(&w, 0);
@@ -435,14 +429,14 @@ TEST(without_fingerprints_every_eviction_copies) {
         world_free(&w, 1);
         read_back(&w, 0);
         world_drain(&w);
-        const uint64_t before = stats_of(&w).write_backs.count;
-        const uint64_t unproven = stats_of(&w).unproven.count;
+        const uint64_t before = world_stats(&w).write_backs.count;
+        const uint64_t unproven = world_stats(&w).unproven.count;
         world_idle(&w, 1, 30);
         world_blind_write(&w, 1, 0);
         EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
-        EXPECT_EQ(stats_of(&w).write_backs.count, before + 2);
-        EXPECT_EQ(stats_of(&w).unproven.count, unproven + 2);
-        EXPECT_EQ(stats_of(&w).fingerprints.count, 0);
+        EXPECT_EQ(world_stats(&w).write_backs.count, before + 2);
+        EXPECT_EQ(world_stats(&w).unproven.count, unproven + 2);
+        EXPECT_EQ(world_stats(&w).fingerprints.count, 0);
         read_back(&w, 0);
         /* Also what is DIRTY, while a stream that nobody knows of is still at work on it. */
         world_op(&w, 0, NULL, 0, 0);
@@ -484,7 +478,7 @@ TEST(first_unseen_write_is_told_once) {
         read_back(&w, 0);
         world_drain(&w);
     }
-    EXPECT_EQ(stats_of(&w).unseen_writes.count, 4);
+    EXPECT_EQ(world_stats(&w).unseen_writes.count, 4);
     const tp_addr addr = w.tensors[0].addr;
     world_close(&w); /* which ends the thread that tells */
     EXPECT_EQ(heard.count, 1);

@@ -340,6 +340,12 @@ void world_blind_write(world *w, unsigned stream, int target) {
     note_use(w, t, stream);
 }
 
+tp_stats world_stats(const world *w) {
+    tp_stats stats;
+    tp_core_stats(w->core, &stats);
+    return stats;
+}
+
 static int pick(world *w, bool live) {
     const unsigned from = (unsigned)test_random_below(&w->random, WORLD_TENSORS);
     for (unsigned i = 0; i < WORLD_TENSORS; i++) {

@@ -72,6 +72,7 @@ void world_blind_read(world *w, unsigned stream, int read, bool region);
 void world_region(world *w, unsigned stream, int target, int made, size_t bytes);
 /* A kernel that writes, launched likewise. */
 void world_blind_write(world *w, unsigned stream, int target);
+tp_stats world_stats(const world *w);
 /* Work that does nothing, to be run before what comes later on the stream. */
 void world_idle(world *w, unsigned stream, int count);
 /* One random action. */
