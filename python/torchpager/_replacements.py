@@ -1,5 +1,6 @@
 """Names of other modules and classes that stand for something of ours for a while."""
 
+from collections.abc import Iterator
 from typing import Any
 
 MISSING = object()
@@ -15,6 +16,12 @@ class Replacements:
     def __init__(self) -> None:
         # (owner, name, what was in the owner's own dictionary, what we put there)
         self._made: list[tuple[Any, str, Any, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __iter__(self) -> Iterator[tuple[Any, str, Any, Any]]:
+        return iter(self._made)
 
     def put(self, owner: Any, name: str, ours: Any) -> None:
         """Let a name of a module or class stand for something else."""

@@ -34,9 +34,9 @@ from types import ModuleType
 from typing import Any
 
 from torchpager import _control, _core, _torch_cpu
+from torchpager._replacements import Replacements
 
 _HOLDS, _GATES, _LIFTS, _NAMES_READS = 1, 2, 4, 8
-_MISSING = object()
 _Function = Callable[..., Any]
 
 
@@ -116,8 +116,7 @@ _ENTRY_POINTS += tuple(
 )
 _MODULES = frozenset(point.module for point in _ENTRY_POINTS)
 
-# (class or module, name, what was in its own dictionary, what we put there).
-_installed: list[tuple[Any, str, Any, Any]] = []
+_installed = Replacements()
 # Who wants them wrapped.
 _users: set[int] = set()
 
@@ -146,11 +145,7 @@ def uninstall(user: object) -> None:
 def _restore() -> None:
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
-    while _installed:
-        owner, name, found, ours = _installed[-1]
-        if vars(owner).get(name, _MISSING) is ours:
-            setattr(owner, name, found)
-        _installed.pop()
+    _installed.undo()
 
 
 def _wrap_in(module: ModuleType) -> None:
@@ -162,10 +157,7 @@ def _wrap_in(module: ModuleType) -> None:
             continue
         if (owner, point.name) in [(known, name) for known, name, _, _ in _installed]:
             continue
-        found = vars(owner)[point.name]
-        ours = point.wrap(found)
-        _installed.append((owner, point.name, found, ours))
-        setattr(owner, point.name, ours)
+        _installed.put(owner, point.name, point.wrap(vars(owner)[point.name]))
 
 
 class _Loader(importlib.abc.Loader):
