@@ -1,42 +1,18 @@
 """Tensors handed to other code while paging goes on: files, DLPack, CUDA array interface."""
 
 import ctypes
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tight import MIB, filled, paging
 from torch.utils import dlpack
 
 import torchpager
 from torchpager import testing
 
-MIB = 1 << 20
-NATIVE_SLACK = 8 * MIB
 DLPACK_CUDA = 2
-
-
-@contextmanager
-def paging(size: int) -> Iterator[None]:
-    """Enter paging in a budget of that many bytes beside what the native allocator holds."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    size += torch.cuda.memory_reserved() + NATIVE_SLACK
-    with torchpager.auto_offload(), torchpager.budget(size):
-        torchpager.reset_stats()
-        yield
-        stats = torchpager.stats()
-        assert stats.evictions.count > 0, "nothing was evicted"
-        assert stats.held.peak <= size
-
-
-def filled(value: float, mib: int = 8) -> torch.Tensor:
-    """Return a tensor of one value."""
-    return torch.full((mib * MIB // 4,), float(value), device="cuda")
 
 
 def churn(kept: list[torch.Tensor]) -> None:

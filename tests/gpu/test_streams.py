@@ -1,29 +1,26 @@
 """Streams, threads and other processes' settings on a GPU, while memory is tight."""
 
 import ctypes
-import gc
 import os
 import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import Script
+from tight import MIB, NATIVE_SLACK, filled, paging
 from torch import nn
 from torch.utils import data
 
 import torchpager
 from torchpager import testing
 
-MIB = 1 << 20
 WIDTH, LAYERS, ROWS = 1024, 6, 1024
 CYCLES = 60_000_000  # about 30 ms
-# For tensors below 2 MiB; the native allocator takes 2 MiB at a time for those up to 1 MiB.
-NATIVE_SLACK = 8 * MIB
 # cuBLAS takes one for each pair of a thread and a stream; it is no tensor, so it stays.
 WORKSPACE = 40 * MIB
 Target = Callable[[], object]
@@ -35,26 +32,6 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def paging(size: int) -> Iterator[None]:
-    """Enter paging in a budget of that many bytes beside what the native allocator holds."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    size += torch.cuda.memory_reserved() + NATIVE_SLACK
-    with torchpager.auto_offload(), torchpager.budget(size):
-        torchpager.reset_stats()
-        yield
-        stats = torchpager.stats()
-        assert stats.evictions.count > 0, "nothing was evicted"
-        assert stats.held.peak <= size
-
-
-def filled(value: float, mib: int = 8) -> torch.Tensor:
-    """Return a tensor of one value."""
-    return torch.full((mib * MIB // 4,), float(value), device="cuda")
 
 
 def holds(tensor: torch.Tensor, value: float) -> bool:

@@ -1,0 +1,33 @@
+"""Budgets that do not hold what a test uses, and tensors to fill them with."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+import torchpager
+
+MIB = 1 << 20
+# For tensors below 2 MiB; the native allocator takes 2 MiB at a time for those up to 1 MiB.
+NATIVE_SLACK = 8 * MIB
+
+
+@contextmanager
+def paging(size: int) -> Iterator[None]:
+    """Enter paging in a budget of that many bytes beside what the native allocator holds."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    size += torch.cuda.memory_reserved() + NATIVE_SLACK
+    with torchpager.auto_offload(), torchpager.budget(size):
+        torchpager.reset_stats()
+        yield
+        stats = torchpager.stats()
+        assert stats.evictions.count > 0, "nothing was evicted"
+        assert stats.held.peak <= size
+
+
+def filled(value: float, mib: int = 8) -> torch.Tensor:
+    """Return a tensor of one value."""
+    return torch.full((mib * MIB // 4,), float(value), device="cuda")
