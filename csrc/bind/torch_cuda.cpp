@@ -92,17 +92,24 @@ size_t native_reserved_bytes(int device) {
     return static_cast<size_t>(total.current);
 }
 
-/* The largest fraction that allows no more than `bytes`, as the native allocator multiplies
- * it. */
+/* The bytes that the native allocator makes of a fraction. */
+size_t allowed_by(double fraction, size_t total) {
+    return static_cast<size_t>(fraction * static_cast<double>(total));
+}
+
+/* A fraction that is nearly `bytes`, raised until it allows them: a byte less would refuse the
+ * last segment. */
+double raised_to(size_t bytes, double fraction, size_t total) {
+    while (allowed_by(fraction, total) < bytes) fraction = std::nextafter(fraction, 2.0);
+    return fraction;
+}
+
+/* The largest fraction that allows no more than `bytes`. */
 double fraction_for(size_t bytes, size_t total) {
     if (bytes >= total) return 1.0;
-    const auto allowed = [total](double fraction) {
-        return static_cast<size_t>(fraction * static_cast<double>(total));
-    };
-    double fraction = static_cast<double>(bytes) / static_cast<double>(total);
-    /* One byte less would refuse the last segment. */
-    while (allowed(fraction) < bytes) fraction = std::nextafter(fraction, 1.0);
-    while (fraction > 0.0 && allowed(fraction) > bytes) {
+    double fraction =
+        raised_to(bytes, static_cast<double>(bytes) / static_cast<double>(total), total);
+    while (fraction > 0.0 && allowed_by(fraction, total) > bytes) {
         fraction = std::nextafter(fraction, 0.0);
     }
     return fraction;
@@ -114,10 +121,7 @@ double same_bytes_again(double fraction, size_t total) {
     const double exact = fraction * static_cast<double>(total);
     const double bytes = std::round(exact);
     if (std::abs(exact - bytes) > 0.01) return fraction; /* it was no number of bytes */
-    while (std::floor(fraction * static_cast<double>(total)) < bytes) {
-        fraction = std::nextafter(fraction, 2.0);
-    }
-    return std::min(fraction, 1.0);
+    return std::min(raised_to(static_cast<size_t>(bytes), fraction, total), 1.0);
 }
 
 size_t total_locked(DeviceState &state, int device) {
@@ -313,8 +317,8 @@ void widen_for_capture(tp_core *core, int device) {
         tp_sub_floor(stats.device_budget, stats.reserved.current + foreign_held(device));
     size_t granted = 0;
     tp_error error{};
-    /* Refused, the capture has to do with what it has. */
-    if (tp_core_yield_to_foreign(core, room, &granted, &error) != TP_OK) return;
+    const tp_status widened = tp_core_yield_to_foreign(core, room, &granted, &error);
+    (void)widened; /* refused, the capture has to do with what it has */
 }
 
 void capture_begin() {
