@@ -66,10 +66,17 @@ size_t tp_reclaim_release(tp_pager *pager, tp_frame_pool *pool, size_t bytes) {
     pool->release_count += count;
     tp_gauge_sub(
         pool->kind == TP_FRAME_DEVICE ? &pager->stats.reserved : &pager->stats.host_held, got);
-    pager->stats.held.current = pager->stats.reserved.current + pager->foreign_held_bytes;
+    tp_reclaim_count_held(pager, pager->foreign_held_bytes);
     tp_tally_add(&pager->stats.frame_releases, got, 0);
     tp_cond_broadcast(&pager->changed);
     return got;
+}
+
+void tp_reclaim_count_held(tp_pager *pager, size_t foreign_bytes) {
+    tp_gauge *held = &pager->stats.held;
+    pager->foreign_held_bytes = foreign_bytes;
+    held->current = pager->stats.reserved.current + foreign_bytes;
+    if (held->current > held->peak) held->peak = held->current;
 }
 
 /* Creates a frame that the budget admits. Drops the lock. NULL: the device refused. */
@@ -91,11 +98,7 @@ static tp_frame *create(tp_pager *pager, tp_frame_pool *pool, size_t bytes,
     }
     pool->create_count++;
     tp_gauge_add(gauge, bytes);
-    if (pool->kind == TP_FRAME_DEVICE) {
-        tp_gauge *held = &pager->stats.held;
-        held->current = pager->stats.reserved.current + pager->foreign_held_bytes;
-        if (held->current > held->peak) held->peak = held->current;
-    }
+    tp_reclaim_count_held(pager, pager->foreign_held_bytes);
     tp_tally_add(&pager->stats.frame_creates, bytes, 0);
     return frame;
 }
@@ -149,7 +152,7 @@ void tp_reclaim_negotiate(tp_pager *pager) {
     tp_lock_drop(&pager->lock);
     const size_t held = hooks.foreign_held(hooks.ctx);
     tp_lock_take(&pager->lock);
-    pager->foreign_held_bytes = held;
+    tp_reclaim_count_held(pager, held);
     const size_t target = tp_budget_foreign_target(&pager->budget, held);
     if (target < pager->budget.foreign_cap_bytes) {
         tp_lock_drop(&pager->lock);

@@ -52,6 +52,8 @@ size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t size, size_t cle
 bool tp_reclaim_evictable(const tp_pager *pager, const tp_block *block);
 /* Gives free frames of at least `bytes` back to the device. Drops the lock. Returns the bytes. */
 size_t tp_reclaim_release(tp_pager *pager, tp_frame_pool *pool, size_t bytes);
+/* Takes note of what the foreign allocator holds, and counts it together with our frames. */
+void tp_reclaim_count_held(tp_pager *pager, size_t foreign_bytes);
 /* Moves the border to the foreign allocator so that our frames may grow. Drops the lock. */
 void tp_reclaim_negotiate(tp_pager *pager);
 /* The foreign allocator gives its unused cache back first: a last resort, it may stop the device.

@@ -54,7 +54,7 @@ static size_t foreign_cap(tp_pager *pager, size_t cap, bool flush) {
     const size_t held = hooks.foreign_held(hooks.ctx);
     const size_t bound = hooks.foreign_cap(hooks.ctx, cap);
     tp_lock_take(&pager->lock);
-    pager->foreign_held_bytes = held;
+    tp_reclaim_count_held(pager, held);
     return bound;
 }
 
@@ -73,7 +73,8 @@ static void negotiation_end(tp_pager *pager) {
  * room, but no more than it may have now: our frames have not given anything up yet. */
 static tp_status fit_foreign(tp_pager *pager, size_t limit, tp_error *error) {
     if (pager->hooks.foreign_cap == NULL || pager->hooks.foreign_held == NULL) {
-        pager->budget.foreign_cap_bytes = pager->foreign_held_bytes = 0;
+        pager->budget.foreign_cap_bytes = 0;
+        tp_reclaim_count_held(pager, 0);
         return TP_OK;
     }
     const tp_budget trial = {.limit_bytes = limit};
@@ -199,7 +200,7 @@ tp_status tp_resize_yield(tp_pager *pager, size_t bytes, size_t *granted_cap_byt
     tp_lock_drop(&pager->lock);
     const size_t held = hooks.foreign_held(hooks.ctx);
     tp_lock_take(&pager->lock);
-    pager->foreign_held_bytes = held;
+    tp_reclaim_count_held(pager, held);
     const size_t limit = pager->budget.limit_bytes;
     tp_status status = TP_OUT_OF_MEMORY;
     if (bytes <= tp_sub_floor(limit, held)) {

@@ -158,7 +158,7 @@ typedef struct tp_stats {
     tp_gauge host; /* live bytes whose address maps a host frame or, in strict mode, nothing */
     tp_gauge host_held; /* host frames that exist */
     tp_gauge pinned;    /* live bytes made immovable by tp_pin or tp_export */
-    tp_gauge held;      /* reserved + foreign, as of the last change of ours */
+    tp_gauge held;      /* reserved + foreign, as of the last look at either */
     tp_tally fills, write_backs, evictions, misses, stalls;
     /* misses: operators' accesses to extents in HOST, whose fill had not been asked for; stalls: waits of a launching thread for memory or for a fill;
        evictions.ns and fills.ns: time spent changing the mapping */

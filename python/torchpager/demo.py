@@ -28,7 +28,7 @@ ON_CPU = {
 ON_GPU = {
     "layers": 12, "width": 1536, "heads": 12, "context": 512, "batch": 8, "steps": 40,
     "chunk_bytes": 64 * MIB, "text_bytes": 16 * MIB, "autocast": True,
-    "large_min_bytes": 0, "simulated_bytes": 0, "sample_s": 0.002,
+    "large_min_bytes": 0, "simulated_bytes": 0, "sample_s": 0.005,
 }  # fmt: skip
 
 

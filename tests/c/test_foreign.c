@@ -206,6 +206,23 @@ TEST(unused_cap_is_taken_back_also_for_a_block_larger_than_our_share) {
 }
 
 /* The hooks run with the lock dropped: what was read before is no longer so. */
+TEST(what_is_held_counts_what_the_foreign_allocator_holds_now) {
+    rig r;
+    foreign f;
+    open_shared(&r, &f);
+    MUST(grow(&f, f.cap));
+    fill_with_tensors(&r, RIG_EXTENT); /* a frame is made, and both sides are counted */
+    EXPECT_OK(tp_core_set_budget(r.core, LIMIT, TP_NO_LIMIT, &test_error));
+    EXPECT_EQ(rig_stats(&r).held.current, RIG_EXTENT + f.held);
+    f.unused = f.held;
+    hook_flush(&f);
+    EXPECT_OK(tp_core_set_budget(r.core, LIMIT, TP_NO_LIMIT, &test_error));
+    tp_core_reset_stats(r.core, true, false);
+    EXPECT_EQ(rig_stats(&r).held.current, RIG_EXTENT);
+    EXPECT_EQ(rig_stats(&r).held.peak, RIG_EXTENT);
+    close_shared(&r, &f);
+}
+
 TEST(host_frames_made_while_the_host_budget_is_lowered_stay_within_it) {
     rig r;
     foreign f;

@@ -202,7 +202,9 @@ def trained(add: Any) -> list[torch.Tensor]:
         optimizer.zero_grad()
         model(inputs).square().mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return [t.cpu() for p in model.parameters() for t in (p, optimizer.state[p]["moment"])]
+    return [
+        t.detach().cpu() for p in model.parameters() for t in (p, optimizer.state[p]["moment"])
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:something has written")

@@ -18,6 +18,8 @@ def paging(size: int) -> Iterator[None]:
     """Enter paging in a budget of that many bytes beside what the native allocator holds."""
     gc.collect()
     torch.cuda.synchronize()
+    # Those of an earlier test may be in memory of ours, where they cannot be moved.
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     size += torch.cuda.memory_reserved() + NATIVE_SLACK
     with torchpager.auto_offload(), torchpager.budget(size):

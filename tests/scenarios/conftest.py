@@ -59,6 +59,8 @@ def nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail a scenario that leaves a context, the door or a block behind."""
     for name in ("TORCHPAGER_BUDGET", "TORCHPAGER_HOST_BUDGET", "TORCHPAGER_AUTOSTART"):
         monkeypatch.delenv(name, raising=False)
+    # What libraries have made by now stays: collections that look through it take seconds.
+    gc.freeze()
     yield
     left = _control.active_contexts()
     for context in reversed(left):

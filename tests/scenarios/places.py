@@ -75,9 +75,10 @@ class Place:
         self.device = torch.device("cpu" if self.simulated else "cuda")
         self.granule = 4 * KIB if self.simulated else 2 * MIB
         # Made before the simulated device exists, so that it is no part of it.
-        self._staging = torch.empty(
-            256 * KIB if self.simulated else 16 * MIB, dtype=torch.uint8
-        )
+        if self.simulated:
+            self._staging = torch.empty(256 * KIB, dtype=torch.uint8)
+        else:
+            self._staging = torch.empty(16 * MIB, dtype=torch.uint8, pin_memory=True)
 
     @property
     def simulated(self) -> bool:
@@ -155,6 +156,8 @@ class Place:
         gc.collect()
         if not self.simulated:
             torch.cuda.synchronize()
+            # Those of an earlier scenario may be in memory of ours, where they cannot be moved.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     def synchronize(self) -> None:

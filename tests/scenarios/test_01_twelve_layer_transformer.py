@@ -17,7 +17,7 @@ from workloads import Job, Transformer
 
 def test_twelve_layers_train_200_steps_in_half_their_memory(place: Place) -> None:
     place.coarser(16 * KIB)
-    width = place.pick(sim=32, cuda=512)
+    width = place.pick(sim=32, cuda=384)
     job = Job(
         place,
         lambda: Transformer(width, 12),
