@@ -13,6 +13,8 @@
 #include "pager/alloc.h"
 #include "pager/arming.h"
 #include "pager/extent.h"
+#include "pager/learn.h"
+#include "pager/name.h"
 #include "pager/pager.h"
 #include "pager/reclaim.h"
 #include "pager/region.h"
@@ -260,9 +262,15 @@ void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t cou
         tp_regions_stand(pager);
         (void)tp_resize_evict_all(pager);
     }
+    tp_learn_begin(pager, op, accesses, count, stream);
     tp_access_begin(pager, op, accesses, count, stream);
+    tp_learn_started(pager, op);
     leave(pager);
 }
+
+uint32_t tp_op_name(const char *name) { return tp_name_id(name); }
+
+const char *tp_op_name_text(uint32_t name) { return tp_name_text(name); }
 
 void tp_op_adopt(tp_op *op, tp_addr addr) {
     tp_pager *pager = enter(op->core);
@@ -272,6 +280,7 @@ void tp_op_adopt(tp_op *op, tp_addr addr) {
 
 void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *parent) {
     tp_pager *pager = enter(op->core);
+    tp_learn_end(pager, op, outputs, output_count);
     tp_access_end(pager, op, outputs, output_count, parent);
     leave(pager);
 }
@@ -318,6 +327,27 @@ uint64_t tp_use_clock(tp_core *core) {
     return clock;
 }
 
+void tp_mark_step(tp_core *core, tp_step_mark mark) {
+    tp_pager *pager = enter(core);
+    tp_steps_mark(&pager->steps, mark);
+    tp_pager_wake(pager);
+    leave(pager);
+}
+
+bool tp_last_step(tp_core *core, void (*visit)(void *ctx, const tp_step *step), void *ctx) {
+    tp_pager *pager = enter(core);
+    if (tp_steps_on(&pager->steps)) tp_steps_settle(&pager->steps);
+    tp_step *step = tp_steps_last(&pager->steps);
+    if (step != NULL) tp_steps_hold(step);
+    leave(pager);
+    if (step == NULL) return false;
+    visit(ctx, step);
+    pager = enter(core);
+    tp_steps_give(step);
+    leave(pager);
+    return true;
+}
+
 void tp_mark_seen(tp_core *core, tp_addr addr) {
     tp_pager *pager = enter(core);
     tp_block *block = tp_block_live(pager, addr);
@@ -329,7 +359,10 @@ void tp_region_begin(tp_core *core, tp_region *region, const tp_access *accesses
                      tp_stream stream) {
     tp_pager *pager = enter(core);
     region->core = pager->abandoned ? NULL : core;
-    if (region->core != NULL) tp_regions_begin(pager, region, accesses, count, stream);
+    if (region->core != NULL) {
+        tp_learn_region(pager, accesses, count, stream);
+        tp_regions_begin(pager, region, accesses, count, stream);
+    }
     leave(pager);
 }
 

@@ -21,6 +21,7 @@
 #include "base/status.h"
 #include "device/device.h"
 #include "pager/plan.h" /* pure: a plan needs no core */
+#include "pager/steps.h"
 #include "pager/types.h"
 
 #if defined(__GNUC__)
@@ -104,6 +105,17 @@ TP_API void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp
 
 /* Frees what the struct itself owns. */
 TP_API void tp_op_fini(tp_op *op);
+
+/* The number of "aten::add_.Tensor", for tp_op.name. Takes no lock. */
+TP_API uint32_t tp_op_name(const char *name);
+TP_API const char *tp_op_name_text(uint32_t name);
+
+/* Where steps end (pager/steps.h). Never waits. */
+TP_API void tp_mark_step(tp_core *core, tp_step_mark mark);
+/* Calls `visit` with the last complete step that was recorded, and with no lock: it does not change
+ * meanwhile. False: there is none yet. */
+TP_API bool tp_last_step(tp_core *core, void (*visit)(void *ctx, const tp_step *step),
+                         void *ctx);
 
 /* One access outside any operator: resident (or readable in HOST), and, with write, dirty. */
 TP_API TP_MUST_USE tp_status tp_touch(tp_core *core, tp_addr addr, bool write, tp_stream stream,

@@ -14,6 +14,7 @@
 #include "base/list.h"
 #include "device/marker.h"
 #include "memory/frame.h"
+#include "memory/identity.h"
 #include "memory/suballoc.h"
 
 enum { TP_SEGMENTS_MAX = 16 };
@@ -90,6 +91,7 @@ struct tp_block {
     uint64_t stamp;     /* the use clock at its last use */
     uint64_t written;   /* the same, at its last announced write */
     uint64_t evicted_count;
+    tp_identity identity; /* the recorder's */
     struct tp_segment *segment;
     tp_span *span;
     tp_link lru;  /* live: least recently used first. cached, retiring: in that list */

@@ -130,6 +130,7 @@ static void *run(void *arg) {
             moved |= reclaim_ahead(pager);
             moved |= tell_first_paging(pager);
             moved |= tell_unseen_write(pager);
+            tp_timing_collect(pager);
         }
         if (moved) continue;
         const bool poll = work_in_flight(pager) && pager->failed == TP_OK;
@@ -140,6 +141,10 @@ static void *run(void *arg) {
     tp_lock_drop(&pager->lock);
     return NULL;
 }
+
+/* Of one step: about 40 MB of host memory at most, and as much for each that is remembered. */
+static const tp_record_limits record_limits = {
+    .ops = 1 << 17, .uses = 1 << 20, .storages = 1 << 17};
 
 /* ---- life -------------------------------------------------------------------------------------- */
 
@@ -210,6 +215,7 @@ tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev
                                     : config->device_budget_bytes;
     pager->budget.host_limit_bytes = config->host_budget_bytes;
     init_lists(pager);
+    tp_steps_init(&pager->steps, &record_limits);
     tp_status status = tp_lock_init(&pager->lock, TP_RANK_CORE, error);
     if (status != TP_OK) return status;
     status = tp_cond_init(&pager->work, error);
@@ -272,6 +278,8 @@ void tp_pager_fini(tp_pager *pager) {
     unmap_list(pager, &pager->cached);
     unmap_list(pager, &pager->retiring);
     unmap_list(pager, &pager->deferred);
+    tp_steps_fini(&pager->steps);
+    tp_timing_fini(pager);
     fini_memory(pager);
     tp_cond_fini(&pager->changed);
     tp_cond_fini(&pager->work);
