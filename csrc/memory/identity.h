@@ -12,7 +12,8 @@
 enum { TP_KINDS_MAX = 8 }; /* kinds of step that are remembered */
 
 typedef struct tp_identity {
-    uint64_t serial;    /* one for each birth, never used twice; 0: the recorder does not know it */
+    uint64_t
+        serial; /* one for each birth, never used twice; 0: the recorder does not know it */
     uint64_t bytes;
     uint64_t record;    /* the recording in which `storage` and `use` mean something */
     uint32_t storage;   /* its number there */

@@ -221,7 +221,8 @@ static void index_uses(const tp_trace *trace, parts *p) {
 
 static void index_births(const tp_trace *trace, parts *p) {
     for (uint32_t b = 0; b < trace->block_count; b++) {
-        if (trace->blocks[b].born_op != TP_NO_OP) p->birth_begin[trace->blocks[b].born_op + 1]++;
+        if (trace->blocks[b].born_op != TP_NO_OP)
+            p->birth_begin[trace->blocks[b].born_op + 1]++;
     }
     for (uint32_t op = 0; op < trace->op_count; op++)
         p->birth_begin[op + 1] += p->birth_begin[op];

@@ -16,8 +16,8 @@
 #include "pager/record.h"
 
 typedef struct tp_step {
-    tp_trace trace; /* for tp_plan_make */
-    uint32_t slot;  /* its place among the remembered steps, and in tp_identity.bound */
+    tp_trace trace;  /* for tp_plan_make */
+    uint32_t slot;   /* its place among the remembered steps, and in tp_identity.bound */
     uint64_t number; /* another one whenever the trace is another, its times included */
     uint64_t completed_count; /* how often it has run from its first to its last operator */
     uint64_t last_completed;  /* when, in steps of all kinds */
@@ -48,7 +48,7 @@ typedef struct tp_step {
 
     uint64_t next_number; /* of the step that follows it as a rule; 0: none has */
     uint32_t next_trust;  /* how often in a row it has, about */
-    void *attached; /* the executor's own; not looked at here */
+    void *attached;       /* the executor's own; not looked at here */
 } tp_step;
 
 enum { TP_GRAM = 8 };

@@ -6,10 +6,10 @@
 
 enum {
     NONE = TP_KINDS_MAX,
-    SAME_SHARE = 16,     /* steps whose bytes differ by less than this part are of one kind */
+    SAME_SHARE = 16, /* steps whose bytes differ by less than this part are of one kind */
     TRUST_MAX = 3,
-    SWITCH_AHEAD = 8,    /* by how much another step must fit better */
-    UNMARKED_OPS = 4096, /* so long, and four steps, without a mark: there are no marks */
+    SWITCH_AHEAD = 8,       /* by how much another step must fit better */
+    UNMARKED_OPS = 4096,    /* so long, and four steps, without a mark: there are no marks */
     FIRST_UNMARKED_OPS = 64 /* the same before the first mark */
 };
 

@@ -46,8 +46,9 @@ typedef struct tp_position {
     /* The operator in progress, or, between two, the one that ran last; TP_NO_OP: the step has
      * not begun its first. While the program is astray: the last one that fitted. */
     uint32_t op;
-    bool lost;  /* it has been astray for so long that `op` means nothing */
-    bool exact; /* the last operators had operands of the sizes in the trace, as far as it seems */
+    bool lost; /* it has been astray for so long that `op` means nothing */
+    bool
+        exact; /* the last operators had operands of the sizes in the trace, as far as it seems */
 } tp_position;
 
 typedef struct tp_steps {
@@ -64,8 +65,8 @@ typedef struct tp_steps {
     uint32_t countdown;  /* 1 + operators until the step ends, by the period; 0: not known */
     uint32_t period_ops; /* the same for the step after it */
     uint64_t asked_count, optimizer_count; /* marks so far */
-    uint64_t unmarked_ops; /* operators since the last mark that counted */
-    uint64_t longest_ops;  /* of a step that a mark ended */
+    uint64_t unmarked_ops;                 /* operators since the last mark that counted */
+    uint64_t longest_ops;                  /* of a step that a mark ended */
     bool in_optimizer, ending; /* ending: with the next operator outside of optimizers */
     uint64_t completed_count;  /* steps of all kinds */
     uint64_t number;           /* given last to a step */

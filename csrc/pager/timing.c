@@ -4,11 +4,30 @@
 
 enum {
     ENOUGH_SAMPLES = 4, /* of a class; then one operator in SPARSE is sampled */
-    SPARSE = 64
+    SPARSE = 64,
+    INNER_MAX = 64 /* who calls more operators than this does little by itself */
 };
 
 static uint64_t recorded_total(const tp_pager *pager) {
     return pager->steps.record.ops_before + pager->steps.record.op_count;
+}
+
+/* What the operators take that have begun since this one did. False: that is not known, or they
+ * may have run at the same time. */
+static bool inner_time(const tp_pager *pager, const tp_op *op, uint64_t *ns) {
+    const tp_record *record = &pager->steps.record;
+    *ns = 0;
+    if (op->record != record->number) return recorded_total(pager) == op->recorded_total;
+    if (record->op_count - op->recorded > INNER_MAX) return false;
+    for (uint32_t i = op->recorded + 1; i < record->op_count; i++) {
+        const tp_record_op *inner = &record->ops[i];
+        const bool known = inner->class_idx != 0 &&
+                           record->classes[inner->class_idx].sample_count > 0 &&
+                           inner->stream == record->ops[op->recorded].stream;
+        if (!known) return false;
+        *ns += tp_record_class_ns(record, inner->class_idx);
+    }
+    return true;
 }
 
 static bool wanted(const tp_pager *pager, const tp_op *op) {
@@ -56,17 +75,21 @@ void tp_timing_start(tp_pager *pager, tp_op *op) {
 }
 
 void tp_timing_stop(tp_pager *pager, tp_op *op) {
-    /* Others have begun meanwhile: it calls them, or they run at the same time. */
-    const bool alone = op->record != 0 && recorded_total(pager) == op->recorded_total;
-    if (op->started_ns != 0 && alone) {
-        tp_record_sample(&pager->steps.record, op->class_idx, tp_now_ns() - op->started_ns);
+    if (op->timer == 0 && op->started_ns == 0) return;
+    uint64_t inner_ns = 0;
+    const bool known = inner_time(pager, op, &inner_ns);
+    if (op->started_ns != 0 && known) {
+        const uint64_t ns = tp_now_ns() - op->started_ns;
+        tp_record_sample(&pager->steps.record, op->class_idx,
+                         ns > inner_ns ? ns - inner_ns : 0);
     }
     op->started_ns = 0;
     if (op->timer == 0) return;
     tp_timer *timer = &pager->timing.timers[op->timer - 1];
     op->timer = 0;
     timer->state = TP_TIMER_FREE;
-    if (!alone || pager->capture_depth > 0) return;
+    timer->inner_ns = inner_ns;
+    if (!known || pager->capture_depth > 0) return;
     if (pager->dev->ops->event_record(pager->dev, timer->end, op->stream, NULL) != TP_OK)
         return;
     timer->state = TP_TIMER_WAITING;
@@ -85,7 +108,8 @@ void tp_timing_collect(tp_pager *pager) {
         uint64_t ns = 0;
         if (status == TP_OK &&
             ops->event_elapsed(pager->dev, timer->begin, timer->end, &ns, NULL) == TP_OK)
-            tp_record_sample(&pager->steps.record, timer->class_idx, ns);
+            tp_record_sample(&pager->steps.record, timer->class_idx,
+                             ns > timer->inner_ns ? ns - timer->inner_ns : 0);
         timer->state = TP_TIMER_FREE;
         pager->timing.waiting_count--;
     }

@@ -2,8 +2,9 @@
  *
  * Some operators get a pair of events around their kernels; the pager's thread reads them when
  * they are complete. An operator is sampled while little is known of its class, and now and then
- * afterwards; one that calls others is not, for the time would be theirs. Where kernels run on
- * the calling thread (tp_config.host_kernels) the host's clock does.
+ * afterwards. What the operators that it calls take, as far as that is known by then, is not its
+ * own time. Where kernels run on the calling thread (tp_config.host_kernels) the host's clock
+ * does.
  *
  * A failure costs a sample, nothing else. Expects the pager's lock; never drops it. */
 #ifndef TP_PAGER_TIMING_H
@@ -24,6 +25,7 @@ typedef struct tp_timer {
     tp_event begin, end; /* NULL until it is used first */
     tp_timer_state state;
     uint32_t class_idx;
+    uint64_t inner_ns; /* of the operators that it has called */
 } tp_timer;
 
 typedef struct tp_timing {

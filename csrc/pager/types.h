@@ -139,10 +139,11 @@ typedef struct tp_op {
     struct tp_op_pin *pins;
     uint32_t pin_count, pin_capacity;
     tp_stream stream;
-    uint64_t record; /* the recording that it is in (pager/record.h); 0: none */
-    uint32_t recorded, class_idx;        /* its number there; its class */
-    uint32_t timer;                      /* 1 + what times it (pager/timing.h); 0: nothing */
-    uint64_t recorded_total, started_ns; /* operators recorded until it began; when it started */
+    uint64_t record;              /* the recording that it is in (pager/record.h); 0: none */
+    uint32_t recorded, class_idx; /* its number there; its class */
+    uint32_t timer;               /* 1 + what times it (pager/timing.h); 0: nothing */
+    uint64_t recorded_total,
+        started_ns; /* operators recorded until it began; when it started */
 } tp_op;
 
 /* An opaque region: code on one thread whose kernels we cannot see. Zero-initialise; the fields are
