@@ -21,8 +21,8 @@ def step() -> None:
     """Say that a step of the program ends here.
 
     A step is what a program repeats: a training iteration, a batch of inference, a token. While
-    :func:`torchpager.auto_offload` pages, torchpager learns from one step what the next will need.
-    It finds the ends of steps by itself: after optimizers' steps, or by the period of the
+    :func:`torchpager.auto_offload` pages, torchpager learns from one step what the next will
+    need. It finds the ends of steps by itself: after optimizers' steps, or by the period of the
     operators. Call this once in each repetition where that does not say it well: when an
     optimizer steps several times in one, or never and the repetitions differ.
 
@@ -41,12 +41,12 @@ def step() -> None:
 def save_trace(path: str | os.PathLike[str], *, device: DeviceLike = None) -> None:
     """Write the last complete step to a file that :func:`torchpager.load_trace` reads.
 
-    Steps are recorded while :func:`torchpager.auto_offload` pages, that is from when memory gets
-    short. The step in which that happened does not count: it takes one more.
+    Steps are recorded while :func:`torchpager.auto_offload` pages, that is from when memory
+    gets short. The step in which that happened does not count: it takes one more.
 
     Tensors too small for an address range of their own (below 2 MiB on CUDA) are not in it, nor
-    are operators that use no others. Times on the device are estimates from samples; where there
-    is none, the time in which the operands can be read once at 1 TB/s.
+    are operators that use no others. Times on the device are estimates from samples; where
+    there is none, the time in which the operands can be read once at 1 TB/s.
 
     Parameters
     ----------

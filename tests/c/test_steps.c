@@ -1,6 +1,7 @@
 /* The recorder of steps: what it writes down, where it finds steps, which it remembers, and how it
  * follows the program along them. A program is a list of operators over weights, which live as
  * long as the program, and activations, which live within a step. */
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,6 +9,7 @@
 #include "pager/name.h"
 #include "pager/plan.h"
 #include "pager/steps.h"
+#include "rig.h"
 
 enum { WEIGHTS = 512, ACTIVATIONS = 4096 };
 
@@ -534,4 +536,110 @@ TEST(what_is_remembered_outlives_a_pause) {
     EXPECT(tp_steps_block(step, &s->weights[1]) != TP_NO_OP);
     EXPECT_EQ(step->completed_count, 3);
     scene_free(s);
+}
+
+/* ---- through the core -------------------------------------------------------------------- */
+
+enum { BLOCKS = 12, BLOCK_BYTES = 64 * 1024, KERNEL_NS = 70000 };
+
+static void nothing(tp_device *dev, void *arg) {
+    (void)dev;
+    (void)arg;
+}
+
+/* Reads a weight and makes a temporary, over and over. */
+static void core_step(rig *r, const tp_addr *weights, tp_stream stream) {
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        const tp_access access = {weights[i], false};
+        tp_op op = {.name = tp_op_name("test::reads."), .backward = i >= BLOCKS / 2};
+        tp_op_begin(r->core, &op, &access, 1, stream);
+        tp_addr made = 0;
+        const tp_status status = tp_alloc(r->core, BLOCK_BYTES / 2, stream, TP_ALLOC_PINNED,
+                                          &made, NULL, &test_error);
+        if (EXPECT(status == TP_OK)) tp_op_adopt(&op, made);
+        EXPECT_OK(tp_sim_launch(r->sim, stream, nothing, NULL, KERNEL_NS, &test_error));
+        tp_op_end(&op, &made, 1, NULL);
+        tp_op_fini(&op);
+        if (status == TP_OK) tp_free(r->core, made);
+    }
+}
+
+typedef struct seen {
+    uint32_t ops, blocks;
+    uint64_t first_ns, number;
+    bool valid;
+} seen;
+
+static void look_at(void *ctx, const tp_step *step) {
+    *(seen *)ctx = (seen){.ops = step->trace.op_count,
+                          .blocks = step->trace.block_count,
+                          .first_ns = step->trace.ops[0].device_ns,
+                          .number = step->number,
+                          .valid = tp_trace_check(&step->trace, NULL) == TP_OK};
+}
+
+static void open_with_weights(rig *r, tp_addr *weights) {
+    rig_open(r, &(rig_options){.budget_bytes = 8 * BLOCK_BYTES});
+    for (uint32_t i = 0; i < BLOCKS; i++) weights[i] = rig_alloc(r, BLOCK_BYTES, 0);
+    (void)tp_evict_all(r->core); /* which arms it */
+}
+
+TEST(the_core_records_operators_and_their_times) {
+    rig r;
+    tp_addr weights[BLOCKS];
+    open_with_weights(&r, weights);
+    seen it = {0};
+    EXPECT(!tp_last_step(r.core, look_at, &it));
+    for (int i = 0; i < 8; i++) {
+        core_step(&r, weights, r.streams[0]);
+        rig_drain(&r);
+        tp_mark_step(r.core, TP_STEP_ASKED);
+    }
+    MUST(tp_last_step(r.core, look_at, &it));
+    EXPECT(it.valid);
+    EXPECT_EQ(it.ops, BLOCKS);
+    EXPECT_EQ(it.blocks, 2 * BLOCKS);
+    /* Of the virtual clock. */
+    EXPECT(it.first_ns >= KERNEL_NS && it.first_ns < 2 * KERNEL_NS);
+    EXPECT_OK(tp_core_check(r.core, &test_error));
+    MUST_OK(tp_core_set_offload(r.core, false, &test_error));
+    core_step(&r, weights, r.streams[0]); /* disarmed: nothing is recorded */
+    tp_mark_step(r.core, TP_STEP_ASKED);
+    seen later = {0};
+    EXPECT(tp_last_step(r.core, look_at, &later));
+    EXPECT_EQ(later.number, it.number);
+    rig_close(&r);
+}
+
+typedef struct worker {
+    rig *r;
+    const tp_addr *weights;
+    tp_stream stream;
+} worker;
+
+static void *work(void *arg) {
+    const worker *w = arg;
+    for (int i = 0; i < 12; i++) {
+        core_step(w->r, w->weights, w->stream);
+        tp_mark_step(w->r->core, i % 3 == 2 ? TP_STEP_ASKED : TP_STEP_OPTIMIZER_END);
+        seen it = {.valid = true};
+        (void)tp_last_step(w->r->core, look_at, &it);
+        EXPECT(it.valid);
+    }
+    return NULL;
+}
+
+TEST(threads_record_and_read_at_the_same_time) {
+    rig r;
+    tp_addr weights[BLOCKS];
+    open_with_weights(&r, weights);
+    pthread_t threads[3];
+    worker workers[3];
+    for (unsigned i = 0; i < 3; i++) {
+        workers[i] = (worker){&r, weights, r.streams[i]};
+        MUST(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
+    }
+    for (unsigned i = 0; i < 3; i++) pthread_join(threads[i], NULL);
+    EXPECT_OK(tp_core_check(r.core, &test_error));
+    rig_close(&r);
 }
