@@ -603,7 +603,7 @@ TEST(the_core_records_operators_and_their_times) {
     EXPECT(it.first_ns >= KERNEL_NS && it.first_ns < 2 * KERNEL_NS);
     EXPECT_OK(tp_core_check(r.core, &test_error));
     MUST_OK(tp_core_set_offload(r.core, false, &test_error));
-    core_step(&r, weights, r.streams[0]); /* disarmed: nothing is recorded */
+    rig_op(&r, 0, weights[0], BLOCK_BYTES, 1, true); /* disarmed: nothing is recorded */
     tp_mark_step(r.core, TP_STEP_ASKED);
     seen later = {0};
     EXPECT(tp_last_step(r.core, look_at, &later));
