@@ -29,14 +29,16 @@ import argparse
 import json
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 import torchpager
 from torchpager import _core
-from torchpager.plan import Act, ActKind, Plan, make_plan
+from torchpager.plan import Act, ActKind, Plan, columns, make_plan
 from torchpager.roofline import Link
 from torchpager.trace import Step, Trace
 
@@ -44,6 +46,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TRACES = ROOT / "benchmarks/traces"
 BUDGETS = (0.9, 0.8, 0.67, 0.5, 0.35, 0.25)
 STEPS = 3
+# Through the pager: rounds, of which the last counts; how far the host may be ahead of the device;
+# what sizes are divided by where contents are checked.
+ROUNDS = 6
+RUN_AHEAD = 1000
+SHRINK = 256
 GRANULARITY = 2 << 20
 EXTENT_MAX = 64 << 20
 # A figure that got worse by more than this fails --check.
@@ -495,6 +502,56 @@ def replay_kinds(steps: Sequence[Step], plans: Sequence[Plan], budget: int) -> O
             if counted:
                 total = total.plus(outcome)
     return total
+
+
+def core_step(step: Step, shrink: int) -> tuple[bytes | list[str], ...]:
+    """Return a step as the core replays it, its blocks divided by ``shrink``."""
+    blocks = tuple(replace(each, size_bytes=each.size_bytes // shrink) for each in step.blocks)
+    return (
+        *columns(Step(step.operators, blocks)).values(),
+        [each.name for each in step.operators],
+        bytes(each.phase == "backward" for each in step.operators),
+    )
+
+
+def page(
+    steps: Sequence[Step], rounds: int, budget: int, *, payload: bool = False
+) -> tuple[Outcome, int]:
+    """Take steps, one after the other and over again, through the pager.
+
+    Returns what the last round took, and how many operands were found wrong. With ``payload``
+    all sizes, the budget's too, are divided by 256, and the link is as much slower.
+    """
+    shrink = SHRINK if payload else 1
+    link = Link()
+    lasting = 0
+    if len(steps) > 1:
+        same = zip(*(each.blocks for each in steps), strict=False)
+        lasting = sum(
+            1 for _ in takewhile(lambda row: all(each == row[0] and each.born is None for each in row), same)
+        )
+    rows, wrong = _core.replay(
+        steps=[core_step(each, shrink) for each in steps],
+        order=array("I", list(range(len(steps))) * rounds).tobytes(),
+        lasting_count=lasting,
+        budget_bytes=budget // shrink,
+        granularity_bytes=GRANULARITY // shrink,
+        extent_max_bytes=EXTENT_MAX // shrink,
+        link_bytes_per_s=round(link.alone / shrink),
+        link_both_bytes_per_s=round(link.both / shrink),
+        run_ahead_ops=RUN_AHEAD,
+        payload=payload,
+    )
+    last, before = rows[-1], rows[-1 - len(steps)]
+    took = {name: last[name] - before[name] for name in last}
+    return Outcome(
+        step_ms=took["clock_ns"] / 1e6,
+        in_bytes=took["to_device_bytes"],
+        out_bytes=took["to_host_bytes"],
+        misses=took["miss_count"],
+        host_waits=took["stall_count"],
+        peak_bytes=last["frames_peak_bytes"],
+    ), wrong
 
 
 def row_of(trace: Trace, share: float, bounds: dict, jitter: float) -> dict:
