@@ -29,6 +29,7 @@ typedef struct options {
     uint64_t seed;
     size_t budget_bytes;
     bool payload, wrapped;
+    uint32_t rules_off;
     tp_hooks hooks;
 } options;
 
@@ -55,6 +56,7 @@ static program open_program(const options *o) {
                               .segment_bytes = 16 * TP_MIB,
                               .offload = true,
                               .no_thread = true,
+                              .rules_off = o->rules_off,
                               .hooks = o->hooks};
     MUST_OK(tp_core_create(&config, dev, &p.core, &test_error));
     return p;
@@ -186,6 +188,26 @@ TEST(paging_without_a_thread_repeats_to_the_nanosecond) {
         expect_same(&first, &wrapped);
     }
 }
+
+#if TP_DEBUG
+static unsigned wrong_without(uint32_t rule, bool payload) {
+    unsigned wrong = 0;
+    for (unsigned i = 0; i < 20 && wrong == 0; i++) {
+        const options o = {.seed = test_seed() + i,
+                           .budget_bytes = 192 * TP_KIB,
+                           .payload = payload,
+                           .rules_off = rule};
+        wrong = run_program(&o).wrong;
+    }
+    return wrong;
+}
+
+TEST(kernels_find_what_a_missing_rule_breaks) {
+    EXPECT(wrong_without(TP_RULE_FILL_COMPLETE, true) > 0);
+    EXPECT(wrong_without(TP_RULE_OLD_MAPPING, true) > 0);
+    EXPECT(wrong_without(TP_RULE_OLD_MAPPING, false) > 0); /* nothing is mapped there */
+}
+#endif
 
 TEST(program_that_fits_takes_no_longer_than_its_kernels) {
     options o = {.budget_bytes = 2 * TP_MIB};
