@@ -281,6 +281,25 @@ TEST(wait_of_a_tool_lets_time_pass_and_the_pager_work) {
     close_program(&p);
 }
 
+TEST(pager_goes_on_behind_each_operator) {
+    options o = {.budget_bytes = 16 * EXTENT};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < 18; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    /* Memory is being kept free ahead; what the device has done meanwhile is noticed by nobody. */
+    while (tp_sim_step(p.dev)) continue;
+    tp_stats before, after;
+    tp_core_stats(p.core, &before);
+    op(&p, 17, 0, false, 1000);
+    tp_core_stats(p.core, &after);
+    EXPECT_EQ(before.evictions.count, 2);
+    EXPECT(after.fingerprints.count > before.fingerprints.count);
+    EXPECT_EQ(after.stalls.count, before.stalls.count);
+    close_program(&p);
+}
+
 TEST(no_thread_needs_a_virtual_clock) {
     const tp_sim_options sim = {.device_bytes = TP_MIB, .granularity_bytes = GRANULE};
     tp_device *dev = NULL;
