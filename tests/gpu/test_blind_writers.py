@@ -259,9 +259,7 @@ def timed_us(work: Callable[[], None], stream: torch.cuda.Stream, rounds: int = 
     with torch.cuda.stream(stream):
         for _ in range(rounds):
             begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-            torch.cuda._sleep(
-                1_000_000
-            )  # half a millisecond: all is queued by then
+            torch.cuda._sleep(1_000_000)  # half a millisecond: all is queued by then
             begin.record()
             work()
             end.record()
