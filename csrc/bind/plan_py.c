@@ -116,18 +116,15 @@ bool tp_bind_trace_make(void *tuple, tp_trace *out) {
     PyObject *values = tuple;
     Py_buffer columns[COLUMNS];
     int count = 0;
-    while (count < COLUMNS &&
-           PyObject_GetBuffer(PyTuple_GET_ITEM(values, count), &columns[count],
-                              PyBUF_SIMPLE) == 0)
+    while (count < COLUMNS && PyObject_GetBuffer(PyTuple_GET_ITEM(values, count),
+                                                 &columns[count], PyBUF_SIMPLE) == 0)
         count++;
     const bool made = count == COLUMNS && columns_fit(columns) && build_trace(columns, out);
     while (count > 0) PyBuffer_Release(&columns[--count]);
     return made;
 }
 
-void tp_bind_trace_free(const tp_trace *trace) {
-    PyMem_RawFree((void *)(uintptr_t)trace->ops);
-}
+void tp_bind_trace_free(const tp_trace *trace) { PyMem_RawFree((void *)(uintptr_t)trace->ops); }
 
 static PyObject *plan_to_py(const tp_plan *plan) {
     PyObject *acts = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)plan->act_count * 16);

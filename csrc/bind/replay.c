@@ -122,9 +122,8 @@ static void kernel_add(kernel *k, live *it, size_t bytes, bool reads, bool write
 /* The kernel is the device's, also on failure. */
 static tp_status kernel_launch(kernel *k, uint64_t duration_ns, tp_error *error) {
     replay *r = k->r;
-    const tp_status status =
-        tp_sim_launch_over_link(r->dev, r->stream, kernel_run, k, duration_ns, k->read_bytes,
-                                k->written_bytes, error);
+    const tp_status status = tp_sim_launch_over_link(
+        r->dev, r->stream, kernel_run, k, duration_ns, k->read_bytes, k->written_bytes, error);
     if (status == TP_OK) {
         r->launched_count++;
     } else {
@@ -245,9 +244,7 @@ static tp_status bear_at_first(replay *r, const tp_trace *trace, uint32_t block,
 
 /* ---- steps ------------------------------------------------------------------------------- */
 
-static bool lasts(const replay *r, uint32_t block) {
-    return block < r->options->lasting_count;
-}
+static bool lasts(const replay *r, uint32_t block) { return block < r->options->lasting_count; }
 
 /* From one kind of step to another only what lasts goes on; the rest is as if it had always been. */
 static tp_status step_enter(replay *r, const kind *it, tp_error *error) {
@@ -419,9 +416,9 @@ tp_status tp_replay(const tp_replay_step *steps, const uint32_t *order, uint32_t
         if (order[i] >= r.kind_count) r.kind_count = order[i] + 1;
     }
     r.kinds = calloc(r.kind_count + 1u, sizeof *r.kinds);
-    tp_status status =
-        r.kinds != NULL ? room_make(&r, steps, error)
-                        : tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for a replay");
+    tp_status status = r.kinds != NULL
+                           ? room_make(&r, steps, error)
+                           : tp_error_set(error, TP_NO_HOST_MEMORY, "no memory for a replay");
     if (status == TP_OK) status = core_open(&r, error);
     for (uint32_t i = 0; status == TP_OK && i < count; i++)
         status = run_step(&r, &r.kinds[order[i]], &rows[i], error);

@@ -95,17 +95,17 @@ static bool program_make(PyObject *steps, PyObject *order, program *out) {
 }
 
 static PyObject *row_to_py(const tp_replay_row *row) {
-    return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "clock_ns",
-        (unsigned long long)row->clock_ns, "to_host_bytes",
-        (unsigned long long)row->to_host_bytes, "to_device_bytes",
-        (unsigned long long)row->to_device_bytes, "over_link_bytes",
-        (unsigned long long)row->over_link_bytes, "frames_peak_bytes",
-        (unsigned long long)row->frames_peak_bytes, "miss_count",
-        (unsigned long long)row->miss_count, "stall_count",
-        (unsigned long long)row->stall_count, "stall_ns", (unsigned long long)row->stall_ns,
-        "memory_stall_count", (unsigned long long)row->memory_stall_count,
-        "host_operand_bytes", (unsigned long long)row->host_operand_bytes);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "clock_ns",
+                         (unsigned long long)row->clock_ns, "to_host_bytes",
+                         (unsigned long long)row->to_host_bytes, "to_device_bytes",
+                         (unsigned long long)row->to_device_bytes, "over_link_bytes",
+                         (unsigned long long)row->over_link_bytes, "frames_peak_bytes",
+                         (unsigned long long)row->frames_peak_bytes, "miss_count",
+                         (unsigned long long)row->miss_count, "stall_count",
+                         (unsigned long long)row->stall_count, "stall_ns",
+                         (unsigned long long)row->stall_ns, "memory_stall_count",
+                         (unsigned long long)row->memory_stall_count, "host_operand_bytes",
+                         (unsigned long long)row->host_operand_bytes);
 }
 
 static PyObject *rows_to_py(const program *it, uint64_t wrong_count) {
