@@ -122,8 +122,8 @@ typedef struct tp_device_ops {
     /* Device memory free and in all, as the driver reports it now. */
     tp_status (*memory_info)(tp_device *dev, size_t *free_bytes, size_t *total_bytes,
                              tp_error *error);
-    /* With caps.virtual_clock, else not to be called: the host's time, and passing some of it. It ends with
-     * the next item of queued work that ends, `most_ns` later at the latest. */
+    /* With caps.virtual_clock, else not to be called. The host's time; and the host waits until an
+     * item of queued work ends, `most_ns` at most. */
     uint64_t (*clock_ns)(tp_device *dev);
     void (*clock_advance)(tp_device *dev, uint64_t most_ns);
 } tp_device_ops;
