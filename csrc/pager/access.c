@@ -172,6 +172,7 @@ static uint32_t own_pins(const tp_op *op, const tp_block *block) {
 }
 
 static void waiting(tp_pager *pager, tp_op *op, bool on) {
+    if (!TP_RULE(pager, TP_RULE_WAITING_PINS)) return;
     for (uint32_t i = 0; i < op->pin_count; i++) {
         if (!pin_holds(&op->pins[i])) continue;
         op->pins[i].block->waiting_pins += on ? 1u : UINT32_MAX;
@@ -300,7 +301,7 @@ static void mark_written(tp_pager *pager, const tp_op *op) {
 }
 
 static bool capturing(tp_pager *pager, tp_stream stream) {
-    if (pager->capture_depth == 0) return false;
+    if (pager->capture_depth == 0 || !TP_RULE(pager, TP_RULE_CAPTURE)) return false;
     bool answer = true;
     if (pager->dev->ops->stream_capturing(pager->dev, stream, &answer, NULL) != TP_OK)
         return true;
