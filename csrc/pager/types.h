@@ -144,6 +144,7 @@ typedef struct tp_op {
     struct tp_op_pin *pins;
     uint32_t pin_count, pin_capacity;
     tp_stream stream;
+    bool detached; /* it has returned, and its work goes on: its pins are no thread's */
 } tp_op;
 
 /* An opaque region: code on one thread whose kernels we cannot see. Zero-initialise; the fields are
