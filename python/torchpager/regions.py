@@ -15,8 +15,8 @@ that the pager is told what a launch uses:
   On the simulated device, where its kernels take raw pointers and run within the call, its
   inputs, its constants and what it allocates stay in place for the length of the call.
 
-* Groups of collectives (``_coalescing_manager``, ``batch_isend_irecv``): NCCL begins what is asked
-  for within one only at its end, so what an operator returns says nothing of its work.
+* Groups of collectives (``_coalescing_manager``, ``batch_isend_irecv``): NCCL begins what is
+  asked for within one only at its end, so what an operator returns says nothing of its work.
 
 * Autograd's engine. Its nodes are regions of their own where they need to be, on its own
   threads, so a region around the call (``torch.compile`` of a whole training step) leaves the

@@ -388,6 +388,86 @@ TEST(thread_that_ended_an_operator_of_another_one_keeps_its_patience) {
     rig_close(&r);
 }
 
+/* A collective: the operator has returned, and somebody else goes on with its operands. */
+TEST(detached_operator_holds_its_operands_until_it_ends_elsewhere) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB, .manual = true});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    rig_op(&r, 0, a, 32 * TP_KIB, 1, true);
+    rig_drain(&r);
+    const tp_access access = {a, true};
+    tp_op op = {0};
+    tp_op_begin(r.core, &op, &access, 1, r.streams[0]);
+    tp_op_detach(&op, NULL);
+    EXPECT_STATUS(tp_evict(r.core, a, &test_error), TP_BUSY);
+    /* On a stream that the core knows nothing of. */
+    rig_hold(&r, 7);
+    rig_launch(&r, 7, a, 32 * TP_KIB, 5, true);
+    tp_op_end(&op, NULL, 0, NULL);
+    tp_op_fini(&op);
+    EXPECT_OK(tp_evict(r.core, a, &test_error));
+    EXPECT_EQ(rig_stats(&r).unseen_writes.count, 0); /* the write-back came after it */
+    rig_op(&r, 1, a, 32 * TP_KIB, 5, false);
+    rig_close(&r);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+}
+
+/* A thread waits for detached operands as for another thread's pins. */
+TEST(thread_waits_for_what_its_own_collective_holds) {
+    rig r;
+    two_ops it = {.r = &r, .q = {.r = &r, .bytes = 32 * TP_KIB}};
+    const tp_hooks hooks = {.ctx = &it, .wait_begin = end_in_wait};
+    rig_open(&r, &(rig_options){.budget_bytes = 32 * TP_KIB, .hooks = &hooks});
+    const tp_access access = {rig_alloc(&r, 32 * TP_KIB, 0), true};
+    for (unsigned i = 0; i < 2; i++) tp_op_begin(r.core, &it.op[i], &access, 1, r.streams[0]);
+    tp_op_detach(&it.op[1], NULL);
+    MUST(rig_returns(end_then_alloc, &it, 20));
+    EXPECT(atomic_load(&it.waited));
+    EXPECT_EQ(it.q.status, TP_OK);
+    EXPECT_EQ(rig_info(&r, it.q.addr).resident_bytes, 32 * TP_KIB);
+    for (unsigned i = 0; i < 2; i++) tp_op_fini(&it.op[i]);
+    rig_close(&r);
+}
+
+TEST(what_a_detached_operator_adopted_stays_until_both_have_ended) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    for (int first = 0; first < 2; first++) {
+        tp_op outer = {0}, inner = {0};
+        tp_op_begin(r.core, &outer, NULL, 0, r.streams[0]);
+        tp_op_begin(r.core, &inner, NULL, 0, r.streams[0]);
+        tp_addr a = 0;
+        MUST_OK(tp_alloc(r.core, 32 * TP_KIB, r.streams[0], TP_ALLOC_PINNED | TP_ALLOC_SEEN, &a,
+                         NULL, &test_error));
+        tp_op_adopt(&inner, a);
+        tp_op_detach(&inner, &outer);
+        EXPECT_EQ(rig_info(&r, a).pin_count, 2);
+        tp_op_end(first == 0 ? &outer : &inner, NULL, 0, NULL);
+        EXPECT_EQ(rig_info(&r, a).pin_count, 1);
+        tp_op_end(first == 0 ? &inner : &outer, NULL, 0, NULL);
+        EXPECT_EQ(rig_info(&r, a).pin_count, 0);
+        tp_op_fini(&inner);
+        tp_op_fini(&outer);
+        tp_free(r.core, a);
+    }
+    rig_close(&r);
+}
+
+TEST(operands_of_an_exported_operator_never_move_again) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    const tp_access access = {a, false};
+    tp_op op = {0};
+    tp_op_begin(r.core, &op, &access, 1, r.streams[0]);
+    tp_op_export(&op);
+    tp_op_end(&op, NULL, 0, NULL);
+    tp_op_fini(&op);
+    EXPECT(rig_info(&r, a).immovable);
+    EXPECT_STATUS(tp_evict(r.core, a, &test_error), TP_BUSY);
+    rig_close(&r);
+}
+
 /* ---- frames ------------------------------------------------------------------------------ */
 
 /* Other programs use the card, too: the budget is more than the device has. */
