@@ -392,6 +392,7 @@ TEST(thread_that_ended_an_operator_of_another_one_keeps_its_patience) {
 TEST(detached_operator_holds_its_operands_until_it_ends_elsewhere) {
     rig r;
     rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB, .manual = true});
+    rig_press(&r); /* so that each operator's end is marked by itself */
     const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
     rig_op(&r, 0, a, 32 * TP_KIB, 1, true);
     rig_drain(&r);
@@ -412,20 +413,37 @@ TEST(detached_operator_holds_its_operands_until_it_ends_elsewhere) {
     EXPECT_EQ(atomic_load(&r.wrong), 0);
 }
 
-/* A thread waits for detached operands as for another thread's pins. */
-TEST(thread_waits_for_what_its_own_collective_holds) {
+typedef struct slow_op {
+    two_ops it;
+    unsigned waits;
+} slow_op;
+
+static void *end_in_fourth_wait(void *ctx) {
+    slow_op *slow = ctx;
+    if (++slow->waits == 4) end_one(&slow->it, 1);
+    return NULL;
+}
+
+static void detach_then_alloc(void *arg) {
+    two_ops *it = &((slow_op *)arg)->it;
+    const tp_access access = {it->q.addr, true};
+    tp_op_begin(it->r->core, &it->op[1], &access, 1, it->r->streams[0]);
+    tp_op_detach(&it->op[1], NULL);
+    ask_alloc(&it->q);
+}
+
+/* A thread waits for what its own collective holds as for another thread's pins. */
+TEST(thread_waits_for_its_own_detached_operator) {
     rig r;
-    two_ops it = {.r = &r, .q = {.r = &r, .bytes = 32 * TP_KIB}};
-    const tp_hooks hooks = {.ctx = &it, .wait_begin = end_in_wait};
+    slow_op slow = {.it = {.r = &r, .q = {.r = &r, .bytes = 32 * TP_KIB}}};
+    const tp_hooks hooks = {.ctx = &slow, .wait_begin = end_in_fourth_wait};
     rig_open(&r, &(rig_options){.budget_bytes = 32 * TP_KIB, .hooks = &hooks});
-    const tp_access access = {rig_alloc(&r, 32 * TP_KIB, 0), true};
-    for (unsigned i = 0; i < 2; i++) tp_op_begin(r.core, &it.op[i], &access, 1, r.streams[0]);
-    tp_op_detach(&it.op[1], NULL);
-    MUST(rig_returns(end_then_alloc, &it, 20));
-    EXPECT(atomic_load(&it.waited));
-    EXPECT_EQ(it.q.status, TP_OK);
-    EXPECT_EQ(rig_info(&r, it.q.addr).resident_bytes, 32 * TP_KIB);
-    for (unsigned i = 0; i < 2; i++) tp_op_fini(&it.op[i]);
+    slow.it.q.addr = rig_alloc(&r, 32 * TP_KIB, 0);
+    MUST(rig_returns(detach_then_alloc, &slow, 20));
+    EXPECT(slow.waits >= 4);
+    EXPECT_EQ(slow.it.q.status, TP_OK);
+    EXPECT_EQ(rig_info(&r, slow.it.q.addr).resident_bytes, 32 * TP_KIB);
+    tp_op_fini(&slow.it.op[1]);
     rig_close(&r);
 }
 
