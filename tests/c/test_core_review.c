@@ -573,6 +573,25 @@ TEST(nothing_moves_before_the_hook_is_armed_and_settled) {
     rig_close(&r);
 }
 
+/* Nothing has woken the pager's thread since: the marker that the gate waits for is recorded by whoever
+ * wants to evict. */
+TEST(eviction_asked_for_long_after_arming_is_not_called_off) {
+    rig r;
+    first_arming it = {.r = &r};
+    const tp_hooks hooks = {.ctx = &it, .arm = hook_arm_first};
+    rig_open(&r, &(rig_options){.budget_bytes = 256 * TP_KIB, .hooks = &hooks});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    tp_mark_seen(r.core, a);
+    EXPECT_OK(tp_evict(r.core, a, &test_error)); /* which arms */
+    tp_addr b = 0;
+    MUST_OK(tp_alloc(r.core, 32 * TP_KIB, r.streams[0], TP_ALLOC_UNKNOWN | TP_ALLOC_SEEN, &b,
+                     NULL, &test_error));
+    const struct timespec longer = {1, 100000000};
+    (void)nanosleep(&longer, NULL);
+    EXPECT_OK(tp_evict(r.core, b, &test_error));
+    rig_close(&r);
+}
+
 TEST(last_word_about_arming_is_the_truth) {
     rig r;
     arming it = {.r = &r};
