@@ -11,6 +11,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 REPLAY_ARGS ?=
+MECHANISMS ?=
 
 CLANG_FORMAT_VERSION = 20.1.8
 PTX_ARCHS = sm_75 sm_80 sm_90
@@ -26,8 +27,8 @@ IN_PLACE = PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long bench replay fault stress asan tsan \
-        lint format types cover docs ptx check clean
+.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long bench replay fault stress \
+        asan tsan mechanisms lint format types cover docs ptx check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -74,6 +75,10 @@ bench: ## overhead without pressure; on a GPU also the 16-layer GPT. Prints rati
 
 replay: build ## recorded traces under a virtual clock: what plans make of them; build/replay.json
 	$(PY) benchmarks/replay.py --check benchmarks/results/replay.json $(REPLAY_ARGS)
+
+mechanisms: build ## each mechanism taken away in turn: which test misses it
+	+@$(MAKE) -C tests/c all
+	$(PY) tests/mechanisms.py $(MECHANISMS)
 
 fault: ## every public C call, with the 1st, 2nd, 3rd ... device call failing
 	$(MAKE) -C tests/c fault

@@ -30,7 +30,12 @@ ROOT = Path(__file__).resolve().parent
 CSRC = "csrc"
 CORE_DIRS = ("base", "device", "memory", "pager")
 CORE_BIND = ("cores.c", "module.c", "oom_text.c", "plan_py.c", "torch_entry.c")
-CPU_SOURCES = ("torch_hook.cpp", "torch_announced.cpp", "torch_cpu.cpp")
+CPU_SOURCES = (
+    "torch_hook.cpp",
+    "torch_collectives.cpp",
+    "torch_announced.cpp",
+    "torch_cpu.cpp",
+)
 CUDA_SOURCES = ("torch_cuda.cpp",)
 
 # Virtual functions of the allocator interface, by whether every supported torch has them. A

@@ -271,8 +271,26 @@ void tp_op_adopt(tp_op *op, tp_addr addr) {
 }
 
 void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *parent) {
+    const bool detached = op->detached;
     tp_pager *pager = enter(op->core);
     tp_access_end(pager, op, outputs, output_count, parent);
+    if (detached) {
+        /* Perhaps on a thread that waits in a function of ours: its regions go on standing. */
+        tp_lock_drop(&pager->lock);
+    } else {
+        leave(pager);
+    }
+}
+
+void tp_op_detach(tp_op *op, tp_op *parent) {
+    tp_pager *pager = enter(op->core);
+    tp_access_detach(pager, op, parent);
+    leave(pager);
+}
+
+void tp_op_export(tp_op *op) {
+    tp_pager *pager = enter(op->core);
+    tp_access_export_operands(pager, op);
     leave(pager);
 }
 
@@ -372,6 +390,14 @@ void tp_capture_end(tp_core *core) {
     pager->markers.capturing = pager->capture_depth > 0;
     tp_pager_wake(pager);
     leave(pager);
+}
+
+bool tp_capturing(tp_core *core) {
+    tp_pager *pager = &core->pager;
+    tp_lock_take(&pager->lock);
+    const bool capturing = pager->capture_depth > 0;
+    tp_lock_drop(&pager->lock);
+    return capturing;
 }
 
 tp_status tp_pin(tp_core *core, tp_addr addr, tp_oom *oom, tp_error *error) {

@@ -102,6 +102,13 @@ TP_API void tp_op_adopt(tp_op *op, tp_addr addr);
  * Blocks adopted pass to `parent` (nullable). Never waits. */
 TP_API void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *parent);
 
+/* The operator has returned, but its work goes on, on threads and streams we know nothing of, until
+ * tp_op_end, which any thread may call: its operands, and what it adopted, stay pinned. What it adopted
+ * also stays so until `parent` (nullable) ends. */
+TP_API void tp_op_detach(tp_op *op, tp_op *parent);
+/* Nobody will tell when its work is done: its operands become immovable, as by tp_export. May wait. */
+TP_API void tp_op_export(tp_op *op);
+
 /* Frees what the struct itself owns. */
 TP_API void tp_op_fini(tp_op *op);
 
@@ -134,6 +141,7 @@ TP_API void tp_region_unlift(tp_core *core);
 /* A stream capture begins or ends somewhere in the process. */
 TP_API void tp_capture_begin(tp_core *core);
 TP_API void tp_capture_end(tp_core *core);
+TP_API bool tp_capturing(tp_core *core);
 
 /* Makes the block resident and immovable. TP_OUT_OF_MEMORY when the budget cannot hold it.
  * Pins count. May wait. */

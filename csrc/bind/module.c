@@ -543,6 +543,7 @@ static PyObject *core_evict(PyObject *module, PyObject *arg) {
     tp_error error = {0};
     tp_status status;
     Py_BEGIN_ALLOW_THREADS;
+    tp_bind_settle();
     status = tp_evict(core, addr, &error);
     Py_END_ALLOW_THREADS;
     return none_or_error(module, status, &error);
@@ -555,6 +556,7 @@ static PyObject *core_evict_all(PyObject *module, PyObject *args) {
     if (core == NULL) return NULL;
     size_t bytes;
     Py_BEGIN_ALLOW_THREADS;
+    tp_bind_settle();
     bytes = tp_evict_all(core);
     Py_END_ALLOW_THREADS;
     return PyLong_FromSize_t(bytes);

@@ -25,6 +25,7 @@ enum {
 
 void tp_ticket_take(tp_pager *pager) {
     const uint64_t mine = pager->ticket_next++;
+    if (!TP_RULE(pager, TP_RULE_TICKET)) return;
     while (pager->ticket_serving != mine) tp_pager_wait(pager, WAIT_NS);
 }
 
@@ -211,15 +212,18 @@ static void strip_clean(tp_pager *pager, size_t bytes) {
     }
 }
 
+static bool host_admits(const tp_pager *pager, size_t bytes) {
+    if (!TP_RULE(pager, TP_RULE_HOST_CAP)) return true;
+    return tp_budget_admits_host(&pager->budget, pager->host_frames.created_bytes, bytes);
+}
+
 tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes) {
     tp_frame_pool *pool = &pager->host_frames;
     for (int round = 0; round < 2; round++) {
         tp_frame *frame = tp_frame_pool_take(pool, bytes);
         if (frame != NULL) return frame;
-        if (!tp_budget_admits_host(&pager->budget, pool->created_bytes, bytes)) {
-            (void)tp_reclaim_release(pager, pool, bytes);
-        }
-        if (tp_budget_admits_host(&pager->budget, pool->created_bytes, bytes)) {
+        if (!host_admits(pager, bytes)) (void)tp_reclaim_release(pager, pool, bytes);
+        if (host_admits(pager, bytes)) {
             frame = create(pager, pool, bytes, NULL);
             if (frame != NULL) return frame;
         }
@@ -260,7 +264,8 @@ tp_incoming tp_reclaim_incoming(tp_pager *pager) {
 
 bool tp_reclaim_evictable(const tp_pager *pager, const tp_block *block) {
     if (!TP_RULE(pager, TP_RULE_PIN)) return block->seen;
-    return block->seen && block->op_pins == 0 && !tp_block_fixed(block);
+    const bool tensor = block->seen || !TP_RULE(pager, TP_RULE_WORKSPACE);
+    return tensor && block->op_pins == 0 && !tp_block_fixed(block);
 }
 
 /* An extent that a new eviction may take. */
@@ -449,7 +454,7 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
     bool flushed = false;
     tp_frame *frame = NULL;
     while ((frame = tp_reclaim_device_frame(pager, bytes, stream, device_status)) == NULL) {
-        if (tp_pager_halted(pager)) break;
+        if (tp_pager_halted(pager) || !TP_RULE(pager, TP_RULE_RUN_AHEAD)) break;
         pager->wanted_size = bytes;
         const tp_incoming in = tp_reclaim_incoming(pager);
         bool moving = in.moving;

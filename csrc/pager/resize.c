@@ -239,6 +239,8 @@ void tp_resize_flush(tp_pager *pager) {
 
 /* Waits until nothing marked for eviction can move any more. */
 static void await_evictions(tp_pager *pager) {
+    /* The thread tries only when something wakes it, which may have been long ago. */
+    if (pager->region_unmarked) tp_pager_mark_region_end(pager);
     for (;;) {
         bool any = false;
         for (tp_link *link = pager->inflight.next; link != &pager->inflight;
