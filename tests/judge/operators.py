@@ -214,7 +214,7 @@ def work(device: str, names: list[str]) -> None:
 def build_of() -> str:
     """Return what the results depend on: torch, and our own build."""
     folder = ROOT / "python" / "torchpager"
-    libraries = sorted(folder.glob("*.so"))
+    libraries = [path for path in sorted(folder.glob("*.so")) if "cuda" not in path.name]
     digest = hashlib.sha256()
     for path in [*libraries, Path(__file__), Path(samples.__file__)]:
         digest.update(path.read_bytes())
