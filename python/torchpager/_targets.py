@@ -71,7 +71,8 @@ class Target:
     def report(self, total_bytes: int | None) -> None:
         """Have PyTorch report that much as the device's memory; None: the real figures.
 
-        On the simulated device there is nothing to do: PyTorch has no such figure for CPU tensors.
+        On the simulated device there is nothing to do: PyTorch has no such figure for CPU
+        tensors.
         """
 
     def flush(self) -> None:

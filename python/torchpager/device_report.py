@@ -2,8 +2,8 @@
 
 PyTorch asks the driver how much memory the device has and how much of that is free. While a
 budget is to be reported, ``torch.cuda.mem_get_info`` and ``torch.accelerator.get_memory_info``
-answer with the budget instead. A name that a program bound to one of them before is not covered,
-nor is ``get_device_properties().total_memory``, which describes the hardware.
+answer with the budget instead. A name that a program bound to one of them before is not
+covered, nor is ``get_device_properties().total_memory``, which describes the hardware.
 """
 
 import functools
@@ -61,7 +61,10 @@ def report(index: int, total_bytes: int | None, held_bytes: Callable[[], int]) -
 
 def _asked() -> list[tuple[Any, str]]:
     """Return the functions of PyTorch that ask for the device's memory."""
-    owners = [(torch.cuda, "mem_get_info"), (torch.cuda.memory, "mem_get_info")]
+    owners: list[tuple[Any, str]] = [
+        (torch.cuda, "mem_get_info"),
+        (torch.cuda.memory, "mem_get_info"),
+    ]
     for owner in (torch.accelerator, getattr(torch.accelerator, "memory", None)):
         if hasattr(owner, "get_memory_info"):  # not every supported torch has it
             owners.append((owner, "get_memory_info"))

@@ -100,9 +100,9 @@ class Mode:
                 "skip": list(STRICT_EXCEPTIONS) if self.name == "strict" else [],
             }
             done = subprocess.run(
-                # Its own configuration file, which says nothing of pytest: else ours is found.
-                [*command(self.name), *self.tests, "-q", "-c", "pyproject.toml", "-p", "outcomes",
-                 "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"],
+                # Its own configuration, which says nothing of pytest: else ours is found.
+                [*command(self.name), *self.tests, "-q", "-c", "pyproject.toml", "-p",
+                 "outcomes", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"],
                 cwd=folder_of_suite(),
                 env=environment(wanted),
                 stdout=subprocess.PIPE,

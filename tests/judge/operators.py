@@ -2,11 +2,11 @@
 
 ``python operators.py`` runs every entry: functional, in place and with out=, forward and
 backward, in two dtypes. Each call runs plainly and on a device where every storage of one byte
-or more has extents of its own and everything is evicted before the call: the simulated device in
-strict mode with granules of one OS page, or with ``--device cuda`` the GPU with granules of
-2 MiB. Results, gradients and inputs must have the same bits. On the simulated device an operator
-that reads what nobody announced ends the process; on both, one that writes what nobody announced
-is found by the fingerprints.
+or more has extents of its own and everything is evicted before the call: the simulated device
+in strict mode with granules of one OS page, or with ``--device cuda`` the GPU with granules of
+2 MiB. Results, gradients and inputs must have the same bits. On the simulated device an
+operator that reads what nobody announced ends the process; on both, one that writes what nobody
+announced is found by the fingerprints.
 
 What is known is kept in build/judge, so a run that was cut short, or was told to stop after
 ``--seconds``, goes on where it was; ``--fresh`` begins anew. An operator that ends the process
@@ -20,10 +20,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,15 +42,30 @@ from torchpager import _control, _core, _targets
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "judge"
-CHUNK = 12
+CHUNK = 36  # entries for one process
 CHUNK_LIMIT_S = 900.0
 SIMULATED_SAMPLES, CUDA_SAMPLES = 6, 4
 LEFT_OVER = 3
 MOST_EXCEPTIONS = 0.03
 
-_SHAPES_ONLY = "no storage: looks at the shape of its input, whose bytes nothing reads"
-EXCEPTIONS: dict[str, str] = {}
-CPU_EXCEPTIONS: dict[str, str] = {}
+# Why an entry is not tested. Other bits are never a reason.
+_SHAPE_ONLY = "no storage: it looks at its input's shape, and nothing reads the bytes"
+_NO_KERNEL = "no kernel on this device"
+_GPU_ONLY = "no kernel: PyTorch compiles it for a GPU only"
+EXCEPTIONS = dict.fromkeys(
+    (
+        "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones",
+        "new_zeros", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+    ),
+    _SHAPE_ONLY,
+)  # fmt: skip
+CPU_EXCEPTIONS = dict.fromkeys(
+    (
+        "jiterator_2inputs_2outputs", "jiterator_4inputs_with_extra_args", "jiterator_binary",
+        "jiterator_binary_return_by_ref", "jiterator_unary",
+    ),
+    _GPU_ONLY,
+)  # fmt: skip
 CUDA_EXCEPTIONS: dict[str, str] = {}
 
 
@@ -65,6 +81,7 @@ class Tally:
     forms: dict[str, int] = field(default_factory=dict)
     """Calls that raised nothing, by form."""
     dtypes: list[str] = field(default_factory=list)
+    has_kernel: bool = True
     has_bytes: bool = False
     nondeterministic: bool = False
     """PyTorch says that it has no deterministic implementation."""
@@ -171,9 +188,11 @@ def paged(case: samples.Case, plain: samples.Outcome, paging: Paging, tally: Tal
     if outcome.error is None:
         for form in [case.form, *(["backward"] if outcome.backward else [])]:
             tally.forms[form] = tally.forms.get(form, 0) + 1
-    for what in ("error", "result", "inputs", "backward"):
+    for what in ("error", "backward", "result", "inputs"):
         if getattr(outcome, what) != getattr(plain, what):
-            tally.problems.append(f"{case.label}: other {what}")
+            bits_only = what in ("result", "inputs") and tally.nondeterministic
+            found = tally.unrepeatable if bits_only else tally.problems
+            found.append(f"{case.label}: other {what}")
     if unseen:
         tally.problems.append(f"{case.label}: wrote what it did not announce")
 
@@ -193,11 +212,14 @@ def work(device: str, names: list[str]) -> None:
         print(json.dumps({"at": name, "label": f"{name} plain"}), flush=True)
         op, tally = entries[name], Tally(name)
         tally.dtypes = [str(dtype)[6:] for dtype in samples.dtypes_of(op, device)]
+        tally.has_kernel = bool(tally.dtypes)
         found = [
             (case, plain)
             for case in samples.cases_of(op, device, count)
             if (plain := plainly(case, tally)) is not None
         ]
+        # On one thread of the CPU everything is repeatable, whatever PyTorch warns of.
+        tally.nondeterministic &= device == "cuda"
         prepared.append((tally, found))
     paging = Paging(device)
     with paging.in_force():
@@ -214,7 +236,9 @@ def work(device: str, names: list[str]) -> None:
 def build_of() -> str:
     """Return what the results depend on: torch, and our own build."""
     folder = ROOT / "python" / "torchpager"
-    libraries = [path for path in sorted(folder.glob("*.so")) if "cuda" not in path.name]
+    libraries = sorted(folder.glob("*.so"))
+    if not torch.cuda.is_available():
+        libraries = [path for path in libraries if "cuda" not in path.name]
     digest = hashlib.sha256()
     for path in [*libraries, Path(__file__), Path(samples.__file__)]:
         digest.update(path.read_bytes())
@@ -237,7 +261,7 @@ class Results:
                 except json.JSONDecodeError:  # cut off
                     continue
                 self.tallies[tally.entry] = tally
-        WORK.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         known = [json.dumps(asdict(tally)) for tally in self.tallies.values()]
         path.write_text("".join(line + "\n" for line in [json.dumps(build), *known]))
 
@@ -249,38 +273,52 @@ class Results:
                 file.write(json.dumps(asdict(tally)) + "\n")
 
 
+def run_worker(
+    device: str, names: list[str], seconds: float, hear: Callable[[dict[str, Any]], None]
+) -> tuple[int, str]:
+    """Run entries in a process; return its exit code and the end of its errors."""
+    command = [sys.executable, "-X", "faulthandler", __file__, "--device", device]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [*command, "--entries", *names],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        )
+        guard = Timer(seconds, process.kill)
+        guard.start()
+        for line in process.stdout or ():
+            if line.startswith("{"):
+                hear(json.loads(line))
+        code = process.wait()
+        guard.cancel()
+        errors.seek(0)
+        return code, errors.read()[-2500:]
+
+
 def run_chunk(device: str, names: list[str], results: Results, deadline: float) -> None:
     """Run entries in processes of their own; one that ends its process is a problem."""
     left = list(names)
+    at: dict[str, str] = {}
+
+    def hear(record: dict[str, Any]) -> None:
+        if "tally" in record:
+            tally = Tally(**record["tally"])
+            results.add(tally)
+            left.remove(tally.entry)
+        else:
+            at.update(record)
+
     while left and time.monotonic() < deadline:
-        command = [sys.executable, "-X", "faulthandler", __file__, "--device", device]
-        process = subprocess.Popen(
-            [*command, "--entries", *left],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        )
-        guard = Timer(max(1.0, min(CHUNK_LIMIT_S, deadline - time.monotonic())), process.kill)
-        guard.start()
-        errors: list[str] = []
-        reader = Thread(target=lambda: errors.append(process.stderr.read()), daemon=True)
-        reader.start()
-        at = {"at": left[0], "label": "starting"}
-        for line in process.stdout:
-            record = json.loads(line) if line.startswith("{") else {}
-            if "tally" in record:
-                results.add(Tally(**record["tally"]))
-                left.remove(record["tally"]["entry"])
-            elif "at" in record:
-                at = record
-        process.wait()
-        guard.cancel()
-        reader.join()
-        if process.returncode == 0 or time.monotonic() >= deadline:
+        at.update({"at": left[0], "label": f"{left[0]} not begun"})
+        seconds = max(1.0, min(CHUNK_LIMIT_S, deadline - time.monotonic()))
+        code, errors = run_worker(device, left, seconds, hear)
+        if code == 0 or time.monotonic() >= deadline:
             return
-        text = f"{at['label']}: the process ended with {process.returncode}"
-        results.add(Tally(at["at"], problems=[f"{text}\n{errors[0][-2500:]}"]))
+        problem = f"{at['label']}: the process ended with {code}\n{errors}"
+        results.add(Tally(at["at"], problems=[problem]))
         left.remove(at["at"])
 
 
@@ -315,6 +353,8 @@ def report(names: list[str], results: Results, exceptions: dict[str, str]) -> in
     for tally in sorted(known, key=lambda each: each.entry):
         verdict = tally.verdict()
         forms = " ".join(f"{form or 'functional'}:{n}" for form, n in tally.forms.items())
+        if not tally.has_kernel:
+            exceptions = {**exceptions, tally.entry: _NO_KERNEL}
         line = f"{tally.entry:52} {tally.calls:6} {tally.misses:7} {tally.view_misses:8}"
         print(f"{line}  {forms}" + ("" if verdict == "tested" else f"  <- {verdict[:90]}"))
         if verdict != "tested":
@@ -352,6 +392,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--jobs", type=int, help="processes at a time; 2, on a GPU 1")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="then stop")
+    parser.add_argument("--part", default="1/1", help="K/N: the K-th of N parts of the entries")
+    parser.add_argument("--results", type=Path, help="the file of what is known")
     parser.add_argument("--share", type=int, default=1, help="one entry in so many")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     parser.add_argument("--only", nargs="+", metavar="ENTRY", help="run these anew")
@@ -370,8 +412,10 @@ def main() -> int:
         print("no CUDA device is usable here")
         return 2
     names = [samples.name_of(op) for op in samples.database()]
-    names = options.only or names[: -(-len(names) // options.share)]
-    results = Results(WORK / f"operators-{options.device}.jsonl", options.fresh)
+    part, parts = map(int, options.part.split("/"))
+    names = options.only or names[: -(-len(names) // options.share)][part - 1 :: parts]
+    path = options.results or WORK / f"operators-{options.device}.jsonl"
+    results = Results(path, options.fresh)
     for name in options.only or []:
         results.tallies.pop(name, None)
     run_all(options, names, results)

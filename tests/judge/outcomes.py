@@ -26,7 +26,7 @@ class Wanted:
     """What one run is to do."""
 
     path: str
-    """One JSON object a line: ``{"at": test}`` when it begins, ``{"test": ...}`` when it ended."""
+    """Gets a line of JSON with "at" when a test begins, and one with "test" when it ended."""
     part: int = 0
     parts: int = 1
     """Of so many parts of the tests, which."""
