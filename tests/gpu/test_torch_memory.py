@@ -98,12 +98,21 @@ def test_device_memory_is_the_budgets_when_that_is_asked_for() -> None:
         assert torch.cuda.mem_get_info()[1] == 1 << 30
         if hasattr(torch.accelerator, "get_memory_info"):
             assert torch.accelerator.get_memory_info() == torch.cuda.mem_get_info()
-        # What our own measuring needs is the truth.
-        with torchpager.budget("900 MiB", scope="process") as inner:
-            assert inner.device_bytes is not None
         del tensor
     assert torch.cuda.mem_get_info is plain
     assert plain()[1] == real_total
+
+
+def test_budget_of_the_process_is_measured_on_the_device_itself() -> None:
+    with torchpager.budget("6 GiB", scope="process") as plain:
+        expected = plain.device_bytes
+    assert expected is not None
+    with (
+        torchpager.budget("8 GiB", report_as_device=True),
+        torchpager.budget("6 GiB", scope="process") as inner,
+    ):
+        assert inner.device_bytes is not None
+        assert abs(inner.device_bytes - expected) < 64 * MIB
 
 
 # -- snapshots and history -----------------------------------------------------------------
@@ -152,6 +161,18 @@ def test_history_can_be_recorded_and_dumped_while_tensors_page(tmp_path: Path) -
             del kept, small
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def test_observers_hear_of_an_allocation_that_failed() -> None:
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None:
+        pytest.skip("this torch has no observers")
+    heard: list[tuple[int, int]] = []
+    with torchpager.budget("64 MiB"):
+        attach(lambda device, bytes_, *_: heard.append((device, bytes_)))
+        with pytest.raises(torch.OutOfMemoryError):
+            filled(1, mib=128)
+    assert heard == [(0, 128 * MIB)]
 
 
 # -- pools and raw allocations -------------------------------------------------------------
