@@ -72,7 +72,8 @@ def test_sweep_goes_on_where_it_was(run_python, tmp_path):
     known = path.read_text()
     records = [json.loads(line) for line in known.splitlines()[1:]]
     assert len(records) == 3
-    assert all(record["misses"] + record["view_misses"] > 0 for record in records)
+    for record in records:
+        assert record["misses"] + record["view_misses"] > 0 or not record["has_bytes"]
     assert run_python(*command).stdout == first
     assert path.read_text() == known
     other_build = known.replace('"build": "', '"build": "x')
