@@ -65,7 +65,7 @@ class History {
         Context context = context_for(When::STATE);
         add(Entry::ALLOC, device, ptr, bytes, stream, context, metadata);
         const std::lock_guard<std::mutex> guard(mutex_);
-        born_[reinterpret_cast<size_t>(ptr)] = std::move(context);
+        std::swap(born_[reinterpret_cast<size_t>(ptr)], context); /* one may have been left */
     }
 
     void freed(int device, const void *ptr, size_t bytes, void *stream,
