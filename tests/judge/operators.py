@@ -356,7 +356,8 @@ def report(names: list[str], results: Results, exceptions: dict[str, str]) -> in
         if not tally.has_kernel:
             exceptions = {**exceptions, tally.entry: _NO_KERNEL}
         line = f"{tally.entry:52} {tally.calls:6} {tally.misses:7} {tally.view_misses:8}"
-        print(f"{line}  {forms}" + ("" if verdict == "tested" else f"  <- {verdict.splitlines()[0][:90]}"))
+        note = "" if verdict == "tested" else f"  <- {verdict.splitlines()[0][:90]}"
+        print(f"{line}  {forms}{note}")
         if verdict != "tested":
             (excepted if tally.entry in exceptions and not tally.problems else failed).append(
                 tally
