@@ -45,7 +45,8 @@ LARGEST = 20_000
 # The first two that an entry supports are tested.
 _PREFERRED = (
     torch.float32, torch.complex64, torch.bfloat16, torch.float64, torch.complex128,
-    torch.int64, torch.int32, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8, torch.float8_e4m3fn,
+    torch.float8_e5m2,
 )  # fmt: skip
 _DTYPES = 2
 
