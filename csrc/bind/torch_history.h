@@ -7,7 +7,7 @@
 #ifndef TP_BIND_TORCH_HISTORY_H
 #define TP_BIND_TORCH_HISTORY_H
 
-#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/ApproximateClock.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
@@ -26,8 +26,8 @@ class History {
   public:
     using Entry = c10::CachingDeviceAllocator::TraceEntry;
     using Context = std::shared_ptr<c10::GatheredContext>;
-    using Recorder = c10::cuda::CUDACachingAllocator::CreateContextFn;
-    using When = c10::cuda::CUDACachingAllocator::RecordContext;
+    using Recorder = c10::CachingDeviceAllocator::CreateContextFn;
+    using When = c10::CachingDeviceAllocator::RecordContext;
 
     bool enabled() const { return enabled_.load(std::memory_order_relaxed); }
 
