@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,10 +173,10 @@ def measure(workload: Workload, rounds: int, switch: Switch) -> Any:
     }
 
 
-def on_gpu(rounds: int) -> list[Any]:
-    """Measure both workloads through the wrapper door."""
+def on_gpu(rounds: int, workloads: Iterable[Workload]) -> list[Any]:
+    """Measure through the wrapper door."""
     found = []
-    for workload in (SMALL, BIG):
+    for workload in workloads:
         with gpu_switch() as switch:
             found.append(measure(workload, rounds, switch))
         torch.cuda.empty_cache()
@@ -197,10 +197,12 @@ def main() -> int:
     """Measure, print the ratios, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--workload", choices=["small", "big", "both"], default="both")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    workloads = {"small": [SMALL], "big": [BIG], "both": [SMALL, BIG]}[arguments.workload]
     gpu = torch.cuda.is_available()
-    found = on_gpu(arguments.rounds) if gpu else on_cpu(arguments.rounds)
+    found = on_gpu(arguments.rounds, workloads) if gpu else on_cpu(arguments.rounds)
     for one in found:
         for mode in MODES:
             print(

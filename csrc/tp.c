@@ -498,6 +498,12 @@ void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
     leave(pager);
 }
 
+void tp_core_oom_figures(tp_core *core, size_t requested_bytes, tp_oom *out) {
+    tp_pager *pager = enter(core);
+    tp_oom_fill(pager, requested_bytes, out);
+    leave(pager);
+}
+
 bool tp_core_last_oom(tp_core *core, tp_oom *out) {
     tp_pager *pager = enter(core);
     const bool has = pager->has_last_oom;

@@ -165,6 +165,8 @@ TP_API TP_MUST_USE tp_status tp_core_check(tp_core *core, tp_error *error);
 
 TP_API void tp_core_stats(tp_core *core, tp_stats *out);
 TP_API void tp_core_reset_stats(tp_core *core, bool peaks, bool totals);
+/* The figures for a request that somebody else could not serve within the budget. */
+TP_API void tp_core_oom_figures(tp_core *core, size_t requested_bytes, tp_oom *out);
 /* The figures of the last allocation that failed. False: none has. */
 TP_API bool tp_core_last_oom(tp_core *core, tp_oom *out);
 

@@ -213,19 +213,9 @@ bool make_room(tp_core *core, size_t bytes, tp_error *error) {
 
 [[noreturn]] void throw_native_oom(tp_core *core, int device, size_t bytes,
                                    const tp_error &error) {
-    tp_stats stats;
-    tp_core_stats(core, &stats);
     tp_oom oom{};
-    oom.requested_bytes = bytes;
-    oom.budget_bytes = stats.device_budget;
-    oom.resident_bytes = stats.resident.current;
-    oom.cached_bytes = tp_sub_floor(stats.reserved.current, stats.resident.current);
+    tp_core_oom_figures(core, bytes, &oom);
     oom.foreign_bytes = foreign_held(device);
-    oom.pinned_bytes = stats.pinned.current;
-    oom.host_bytes = stats.host.current;
-    oom.host_held_bytes = stats.host_held.current;
-    oom.host_budget_bytes = stats.host_budget;
-    oom.offload = stats.offload;
     tp_error known = error;
     known.status = TP_OUT_OF_MEMORY;
     throw_alloc_error(device, oom, known);

@@ -9,7 +9,7 @@ typedef unsigned long long word64;
 static constexpr word64 KEY_LOW = 0x9E3779B97F4A7C15u;
 static constexpr word64 KEY_HIGH = 0xC2B2AE3D27D4EB4Fu;
 static constexpr int THREADS = 512;
-static constexpr int AHEAD = 8; // loads in flight a thread
+static constexpr int AHEAD = 4; // loads in flight a thread
 
 struct sum128 {
     word64 low, high;
@@ -32,18 +32,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const word64 low_step = step * KEY_LOW, high_step = step * KEY_HIGH;
     sum128 sum = {0, 0};
     // Through the second-level cache only: the first level may hold what was there before.
-    for (; i < words; i += AHEAD * step) {
+    for (; i + (AHEAD - 1) * step < words; i += AHEAD * step) {
         ulonglong2 word[AHEAD];
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            if (i + k * step < words) word[k] = __ldcg(data + i + k * step);
-        }
+        for (int k = 0; k < AHEAD; k++) word[k] = __ldcg(data + i + k * step);
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
-            if (i + k * step < words) add_word(sum, word[k], low, high);
+            add_word(sum, word[k], low, high);
             low += low_step;
             high += high_step;
         }
+    }
+    for (; i < words; i += step) {
+        add_word(sum, __ldcg(data + i), low, high);
+        low += low_step;
+        high += high_step;
     }
     for (int lanes = 16; lanes > 0; lanes /= 2) {
         sum.low += __shfl_down_sync(0xFFFFFFFFu, sum.low, lanes);

@@ -1,5 +1,8 @@
 #include "pager/reclaim.h"
 
+#include <stdarg.h>
+#include <stdio.h>
+
 #include "base/bytes.h"
 #include "base/check.h"
 #include "pager/alloc.h"
@@ -329,6 +332,67 @@ static size_t start_victims(tp_pager *pager, size_t bytes, size_t size, bool ahe
                                    candidates[i].take_dirty_bytes, decided);
     }
     return started;
+}
+
+/* The frames of live blocks, by what keeps them. */
+typedef struct obstacles {
+    size_t immovable, unseen, in_use, arriving, leaving, no_host, movable;
+} obstacles;
+
+static void count_obstacle(const tp_pager *pager, const tp_extent *extent, obstacles *out) {
+    const tp_block *block = extent->block;
+    size_t *which = &out->movable;
+    if (tp_block_fixed(block)) {
+        which = &out->immovable;
+    } else if (!block->seen) {
+        which = &out->unseen;
+    } else if (block->op_pins > 0) {
+        which = &out->in_use;
+    } else if (extent->state == TP_EXTENT_FILLING || tp_fill_queued(extent)) {
+        which = &out->arriving;
+    } else if (extent->evict || extent->busy) {
+        which = &out->leaving;
+    } else if (extent->state == TP_EXTENT_DIRTY && pager->host_full) {
+        which = &out->no_host;
+    }
+    *which += extent->bytes;
+}
+
+/* Appends at `at`; returns where the text ends. */
+TP_PRINTF(4, 5)
+static size_t text_add(char *text, size_t size, size_t at, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    const int count = vsnprintf(text + at, size - at, fmt, args);
+    va_end(args);
+    return count > 0 ? tp_min_size(at + (size_t)count, size - 1) : at;
+}
+
+void tp_reclaim_explain(const tp_pager *pager, char *text, size_t size) {
+    obstacles found = {0};
+    const size_t frame_bytes = pager->device_frames.created_bytes;
+    for (const tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
+        const tp_block *block = TP_CONTAINER(link, tp_block, lru);
+        for (uint32_t i = 0; i < block->extent_count; i++) {
+            if (block->extents[i].device == NULL) continue;
+            count_obstacle(pager, &block->extents[i], &found);
+        }
+    }
+    const struct {
+        const char *what;
+        size_t bytes;
+    } shares[] = {{"immovable", found.immovable}, {"never seen as an operand", found.unseen},
+                  {"in use", found.in_use},       {"arriving", found.arriving},
+                  {"leaving", found.leaving},     {"without host memory", found.no_host},
+                  {"movable", found.movable}};
+    size_t at = text_add(text, size, 0, "of %zu KiB in frames", frame_bytes / TP_KIB);
+    for (size_t i = 0; i < sizeof shares / sizeof *shares; i++) {
+        if (shares[i].bytes == 0) continue;
+        at = text_add(text, size, at, ", %zu %s", shares[i].bytes / TP_KIB, shares[i].what);
+    }
+    if (tp_pager_gate_closed(pager)) at = text_add(text, size, at, "; opaque code may run");
+    if (pager->setback_count > 0) at = text_add(text, size, at, "; the device refused");
+    if (!pager->armed) (void)text_add(text, size, at, "; operators are not told of");
 }
 
 size_t tp_reclaim_call_off_ahead(tp_pager *pager, size_t bytes) {

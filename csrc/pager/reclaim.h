@@ -50,6 +50,8 @@ size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t size, size_t cle
                        size_t dirty, tp_marker decided);
 /* Whether a live block may be evicted at this moment. */
 bool tp_reclaim_evictable(const tp_pager *pager, const tp_block *block);
+/* In words, what keeps the frames that exist from being given up; for error messages. */
+void tp_reclaim_explain(const tp_pager *pager, char *text, size_t size);
 /* Gives free frames of at least `bytes` back to the device. Drops the lock. Returns the bytes. */
 size_t tp_reclaim_release(tp_pager *pager, tp_frame_pool *pool, size_t bytes);
 /* Takes note of what the foreign allocator holds, and counts it together with our frames. */

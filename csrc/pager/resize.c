@@ -222,7 +222,10 @@ tp_status tp_resize_yield(tp_pager *pager, size_t bytes, size_t *granted_cap_byt
     pager->negotiated_ns = tp_now_ns();
     tp_ticket_give(pager);
     if (status == TP_OK) return TP_OK;
-    return tp_error_set(error, status, "no room in the budget for %zu bytes more", bytes);
+    char why[160];
+    tp_reclaim_explain(pager, why, sizeof why);
+    return tp_error_set(error, status, "no room in the budget for %zu bytes more; %s", bytes,
+                        why);
 }
 
 void tp_resize_flush(tp_pager *pager) {

@@ -17,6 +17,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 90
+failures: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Say at once what failed: a run that is cut short has no summary."""
     if report.failed:
+        failures.append(report.nodeid)
         print(
             f"\n{report.nodeid}\n{report.longreprtext[-3000:]}", file=sys.__stderr__, flush=True
         )
@@ -57,7 +59,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def clean_device() -> Iterator[None]:
     """Give every test a device on which nothing of the one before is left."""
     # What libraries have made by now stays: collections that look through it take seconds.
-    gc.freeze()
+    # After a failure the traceback is among it, and what that holds must go.
+    if not failures:
+        gc.freeze()
     yield
     gc.collect()
     if torch.cuda.is_available():

@@ -254,11 +254,12 @@ BUSY_SHARE = 0.20
 
 
 def timed_us(work: Callable[[], None], stream: torch.cuda.Stream, rounds: int = 20) -> float:
-    """Return the median time of some work on a stream."""
+    """Return the median time of some work on a stream, without that of launching it."""
     times = []
     with torch.cuda.stream(stream):
         for _ in range(rounds):
             begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+            torch.cuda._sleep(1_000_000)  # half a millisecond: all is queued by then
             begin.record()
             work()
             end.record()

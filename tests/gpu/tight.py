@@ -13,13 +13,24 @@ MIB = 1 << 20
 NATIVE_SLACK = 8 * MIB
 
 
+def own_workspaces() -> None:
+    """Have the native allocator hold cuBLAS's workspaces of this stream, not the budget.
+
+    They are made when a thread first multiplies on a stream; those of an earlier test may be in
+    memory of ours, where they cannot be moved.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    a = torch.ones(64, 64, device="cuda", requires_grad=True)
+    torch.nn.functional.linear(a, a, a[0]).sum().backward()  # also on autograd's thread
+    torch.cuda.synchronize()
+
+
 @contextmanager
 def paging(size: int) -> Iterator[None]:
     """Enter paging in a budget of that many bytes beside what the native allocator holds."""
     gc.collect()
     torch.cuda.synchronize()
-    # Those of an earlier test may be in memory of ours, where they cannot be moved.
-    torch._C._cuda_clearCublasWorkspaces()
+    own_workspaces()
     torch.cuda.empty_cache()
     size += torch.cuda.memory_reserved() + NATIVE_SLACK
     with torchpager.auto_offload(), torchpager.budget(size):

@@ -13,12 +13,14 @@ from torchpager import _control, _core, _torch_cpu
 from torchpager.simulate import _close_core as close_core
 
 LIMIT_S = 90
+failures: list[str] = []
 PLACES = [pytest.param("sim"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Say at once what failed: a run that is cut short has no summary."""
     if report.failed:
+        failures.append(report.nodeid)
         print(
             f"\n{report.nodeid}\n{report.longreprtext[-3000:]}", file=sys.__stderr__, flush=True
         )
@@ -60,7 +62,9 @@ def nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("TORCHPAGER_BUDGET", "TORCHPAGER_HOST_BUDGET", "TORCHPAGER_AUTOSTART"):
         monkeypatch.delenv(name, raising=False)
     # What libraries have made by now stays: collections that look through it take seconds.
-    gc.freeze()
+    # After a failure the traceback is among it, and what that holds must go.
+    if not failures:
+        gc.freeze()
     yield
     left = _control.active_contexts()
     for context in reversed(left):

@@ -146,6 +146,7 @@ class Place:
         if self.simulated:
             stack.enter_context(torchpager.simulate("512 MiB", granularity=self.granule))
             return 0
+        own_workspaces()
         self.settle()
         return torch.cuda.memory_reserved()
 
@@ -156,8 +157,6 @@ class Place:
         gc.collect()
         if not self.simulated:
             torch.cuda.synchronize()
-            # Those of an earlier scenario may be in memory of ours, where they cannot be moved.
-            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
@@ -198,6 +197,18 @@ class Place:
                 copy.copy_(piece)
                 total.update(copy.numpy().data)
         return total.hexdigest()
+
+
+def own_workspaces() -> None:
+    """Have the native allocator hold cuBLAS's workspaces of this stream, not the budget.
+
+    They are made when a thread first multiplies on a stream; those of an earlier scenario may
+    be in memory of ours, where they cannot be moved.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    a = torch.ones(64, 64, device="cuda", requires_grad=True)
+    nn.functional.linear(a, a, a[0]).sum().backward()  # also on autograd's thread
+    torch.cuda.synchronize()
 
 
 def address(tensor: torch.Tensor) -> int:
