@@ -263,6 +263,7 @@ void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t cou
         (void)tp_resize_evict_all(pager);
     }
     tp_learn_begin(pager, op, accesses, count, stream);
+    if (op->record != 0) tp_executor_begin(pager);
     tp_access_begin(pager, op, accesses, count, stream);
     tp_learn_started(pager, op);
     leave(pager);
@@ -282,6 +283,7 @@ void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *pa
     tp_pager *pager = enter(op->core);
     tp_learn_end(pager, op, outputs, output_count);
     tp_access_end(pager, op, outputs, output_count, parent);
+    tp_executor_launched(pager);
     leave(pager);
 }
 

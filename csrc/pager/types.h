@@ -178,6 +178,8 @@ typedef struct tp_stats {
                                they were copied again */
     tp_tally unproven; /* CLEAN extents copied again because nothing proved them equal */
     tp_tally fingerprints; /* asked of the device */
+    tp_tally plans;        /* made for kinds of step; ns: the time it took */
+    uint64_t planned_ops;  /* operators that began while a plan was followed */
     tp_tally discards;     /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;
