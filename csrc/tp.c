@@ -115,6 +115,13 @@ tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error) {
     return status;
 }
 
+void tp_core_set_planning(tp_core *core, bool planning) {
+    tp_pager *pager = enter(core);
+    pager->plans.off = !planning;
+    if (!planning) tp_executor_stop(pager);
+    leave(pager);
+}
+
 void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks) {
     tp_pager *pager = enter(core);
     pager->hooks = *hooks;
@@ -486,15 +493,15 @@ void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
     }
     if (totals) {
         tp_tally *const tallies[] = {
-            &stats->fills,         &stats->write_backs,  &stats->evictions,
-            &stats->misses,        &stats->stalls,       &stats->host_operators,
-            &stats->memory_stalls, &stats->discards,     &stats->unseen_writes,
-            &stats->unproven,      &stats->fingerprints, &stats->frame_creates,
-            &stats->frame_releases};
+            &stats->fills,          &stats->write_backs,  &stats->evictions,
+            &stats->misses,         &stats->stalls,       &stats->host_operators,
+            &stats->memory_stalls,  &stats->discards,     &stats->unseen_writes,
+            &stats->unproven,       &stats->fingerprints, &stats->frame_creates,
+            &stats->frame_releases, &stats->plans};
         for (size_t i = 0; i < sizeof tallies / sizeof tallies[0]; i++)
             *tallies[i] = (tp_tally){0};
         stats->alloc_count = stats->free_count = stats->cache_hits = 0;
-        stats->born_in_host = stats->ooms = 0;
+        stats->born_in_host = stats->ooms = stats->planned_ops = 0;
         stats->region_count = stats->region_waits = 0;
     }
     leave(pager);

@@ -60,6 +60,9 @@ TP_API void tp_core_get_budget(tp_core *core, size_t *device_bytes, size_t *host
 /* Switches paging on or off. Off: brings back what fits of the blocks seen as operands (the rest stays
  * in HOST, readable), disarms, and all blocks count as unseen. May wait. */
 TP_API TP_MUST_USE tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error);
+/* Whether plans are made and followed; they are, unless this says otherwise. Without them bytes move
+ * on demand. */
+TP_API void tp_core_set_planning(tp_core *core, bool planning);
 TP_API void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks);
 /* Makes room in the budget for `bytes` more of the foreign allocator: gives up cached frames, then
  * evicts, then tells it through foreign_cap. *granted_cap_bytes: what it may hold now. May wait. */

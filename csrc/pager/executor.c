@@ -1,5 +1,6 @@
 #include "pager/executor.h"
 
+#include "base/bytes.h"
 #include "base/check.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
@@ -48,8 +49,9 @@ static void wish(tp_pager *pager, tp_block *block, uint32_t extent) {
         (tp_wish){block, block->generation, extent};
 }
 
-static void carry_out(tp_pager *pager, const tp_act *act, tp_marker *decided) {
-    const tp_identity *identity = tp_steps_live(pager->executor.step, act->block);
+static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
+                      tp_marker *decided) {
+    const tp_identity *identity = tp_steps_live(step, act->block);
     if (identity == NULL) return;
     tp_block *block = TP_CONTAINER(identity, tp_block, identity);
     if (!may_move(block) || act->extent >= block->extent_count) return;
@@ -87,13 +89,18 @@ static const tp_plan *find_plan(tp_pager *pager) {
     it->following = plan != NULL && pager->offload && pager->capture_depth == 0 &&
                     !pager->page_out_before_op && !tp_pager_halted(pager);
     if (!it->following) return NULL;
-    const bool moved_on = it->step == where.step && it->recording == pager->steps.record.number &&
-                          !it->stale && where.op >= it->op;
+    const bool moved_on = it->step == where.step &&
+                          it->recording == pager->steps.record.number && !it->stale &&
+                          where.op >= it->op;
     if (!moved_on) {
         if (where.op == 0) tp_plans_review(pager, where.step);
         /* A step has begun: everything in its list is to come. In the middle of one: what has
          * been missed is not caught up with. */
-        it->next = where.op == 0 ? 0 : first_after(plan, where.op - 1);
+        const bool foreseen = it->foreseen == where.step->built && where.op == 0 && !it->stale;
+        it->next = where.op > 0 ? first_after(plan, where.op - 1)
+                   : foreseen   ? first_after(plan, 0)
+                                : 0;
+        it->foreseen = 0;
         it->step = where.step;
         it->recording = pager->steps.record.number;
         it->stale = false;
@@ -102,14 +109,54 @@ static const tp_plan *find_plan(tp_pager *pager) {
     return plan;
 }
 
+/* A step begins. What its plan supposes to be on the device and is not (the plan is new, or the last
+ * step left its own) comes as soon as it can, and what is needed last goes for it. */
+static void put_right(tp_pager *pager, const tp_step *step, const tp_plan *plan) {
+    size_t missing = 0;
+    for (uint32_t i = 0; i < plan->resident_count; i++) {
+        const tp_identity *identity = tp_steps_live(step, plan->resident[i].block);
+        if (identity == NULL) continue;
+        tp_block *block = TP_CONTAINER(identity, tp_block, identity);
+        const uint32_t number = plan->resident[i].extent;
+        if (!may_move(block) || number >= block->extent_count) continue;
+        const tp_extent *extent = &block->extents[number];
+        if (extent->state != TP_EXTENT_HOST || extent->device != NULL) continue;
+        wish(pager, block, number);
+        missing += extent->bytes;
+    }
+    if (missing == 0) return;
+    const size_t spare =
+        pager->device_frames.free_bytes +
+        tp_sub_floor(tp_budget_frame_cap(&pager->budget), pager->device_frames.created_bytes) +
+        tp_reclaim_incoming(pager).bytes;
+    if (missing > spare) (void)tp_reclaim_start(pager, missing - spare, 0);
+    tp_pager_wake(pager);
+}
+
 static void hand_out(tp_pager *pager, const tp_plan *plan, uint32_t until) {
     tp_executor *it = &pager->executor;
     tp_marker decided = {0};
     const uint32_t first = it->next;
     while (it->next < plan->act_count && plan->acts[it->next].op <= until) {
-        carry_out(pager, &plan->acts[it->next++], &decided);
+        carry_out(pager, it->step, &plan->acts[it->next++], &decided);
     }
     if (it->next != first) tp_pager_wake(pager);
+}
+
+/* A step has launched its last operator: what comes before the first one of the step that follows
+ * as a rule. */
+static void foresee(tp_pager *pager) {
+    const tp_step *next = tp_steps_expected(&pager->steps, pager->executor.step);
+    const tp_plan *plan = next != NULL ? tp_plans_find(&pager->plans, next) : NULL;
+    if (plan == NULL) return;
+    put_right(pager, next, plan);
+    tp_marker decided = {0};
+    for (uint32_t i = 0; i < plan->act_count && plan->acts[i].op == 0; i++) {
+        if (plan->acts[i].kind != TP_ACT_LEAVE)
+            carry_out(pager, next, &plan->acts[i], &decided);
+    }
+    pager->executor.foreseen = next->built;
+    tp_pager_wake(pager);
 }
 
 void tp_executor_begin(tp_pager *pager) {
@@ -118,6 +165,9 @@ void tp_executor_begin(tp_pager *pager) {
     const tp_plan *plan = find_plan(pager);
     if (plan == NULL) return;
     pager->stats.planned_ops++;
+    if (pager->executor.op == 0 && pager->executor.next == 0) {
+        put_right(pager, pager->executor.step, plan);
+    }
     hand_out(pager, plan, pager->executor.op);
 }
 
@@ -125,7 +175,9 @@ void tp_executor_launched(tp_pager *pager) {
     tp_executor *it = &pager->executor;
     if (!it->following || it->stale || it->recording != pager->steps.record.number) return;
     const tp_plan *plan = tp_plans_find(&pager->plans, it->step);
-    if (plan != NULL) hand_out(pager, plan, it->op + 1);
+    if (plan == NULL) return;
+    hand_out(pager, plan, it->op + 1);
+    if (it->op + 1 == it->step->trace.op_count && it->foreseen == 0) foresee(pager);
 }
 
 void tp_executor_stop(tp_pager *pager) {
@@ -155,8 +207,7 @@ bool tp_executor_fill(tp_pager *pager) {
     while (it->wish_count > 0 && !tp_pager_halted(pager)) {
         const tp_wish wish = it->wishes[it->wish_first];
         tp_block *block = wish.block;
-        const bool alive =
-            block->generation == wish.generation && block->life == TP_BLOCK_LIVE;
+        const bool alive = block->generation == wish.generation && block->life == TP_BLOCK_LIVE;
         tp_extent *extent = alive ? &block->extents[wish.extent] : NULL;
         if (!alive || extent->state != TP_EXTENT_HOST || extent->device != NULL) {
             wish_done(it);

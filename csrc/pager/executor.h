@@ -38,6 +38,8 @@ typedef struct tp_executor {
     uint64_t recording; /* in which `next` was found */
     uint32_t op;        /* the operator that began last */
     uint32_t next;      /* the first act that is not handed out */
+    /* tp_step.built of the step whose first acts were handed out at the end of the last; 0: none */
+    uint64_t foreseen;
     tp_wish wishes[TP_WISHES_MAX]; /* a ring, in order */
     uint32_t wish_first, wish_count;
 } tp_executor;

@@ -22,6 +22,7 @@ void tp_plans_fini(tp_plans *plans) {
 }
 
 const tp_plan *tp_plans_find(const tp_plans *plans, const tp_step *step) {
+    if (plans->off) return NULL;
     const tp_schedule *schedule = &plans->at[step->slot];
     return schedule->built == step->built && schedule->built != 0 ? &schedule->plan : NULL;
 }
@@ -76,10 +77,11 @@ bool tp_plans_step(tp_pager *pager) {
         tp_lock_take(&pager->lock);
         tp_schedule *schedule = &pager->plans.at[step->slot];
         tp_plan_fini(&schedule->plan);
-        *schedule = (tp_schedule){
-            .built = status == TP_OK ? step->built : 0, .cap = cap, .plan = plan};
+        *schedule =
+            (tp_schedule){.built = status == TP_OK ? step->built : 0, .cap = cap, .plan = plan};
         tp_tally_add(&pager->stats.plans, 0, tp_now_ns() - began);
-        pager->executor.stale = true; /* its place in the old list means nothing in the new one */
+        pager->executor.stale =
+            true; /* its place in the old list means nothing in the new one */
     }
     tp_steps_give(step);
     return true;
@@ -100,7 +102,7 @@ static void *run(void *arg) {
 
 void tp_plans_poll(tp_pager *pager) {
     tp_plans *plans = &pager->plans;
-    if (plans->seen_number == pager->steps.number || pager->abandoned) return;
+    if (plans->seen_number == pager->steps.number || pager->abandoned || plans->off) return;
     plans->seen_number = pager->steps.number;
     if (!plans->thread_started) {
         /* Without it there are no plans, and paging is on demand. */

@@ -27,6 +27,7 @@ typedef struct tp_plans {
     tp_cond wanted;
     pthread_t thread;
     bool thread_started, stop;
+    bool off;             /* none are made or found */
     uint64_t seen_number; /* the last step that the thread was woken for */
 } tp_plans;
 

@@ -382,9 +382,8 @@ static size_t start_victims(tp_pager *pager, size_t bytes, size_t size, bool ahe
     }
     tp_block *blocks[CANDIDATES_MAX];
     tp_candidate candidates[CANDIDATES_MAX];
-    const size_t looked_at = pager->executor.following
-                                 ? farthest_blocks(pager, ahead, blocks)
-                                 : oldest_blocks(pager, ahead, blocks);
+    const size_t looked_at = pager->executor.following ? farthest_blocks(pager, ahead, blocks)
+                                                       : oldest_blocks(pager, ahead, blocks);
     size_t count = 0;
     for (size_t i = 0; i < looked_at; i++) {
         candidate_fill(pager, blocks[i], size, &candidates[count]);
