@@ -66,6 +66,13 @@ static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
 
 /* ---- following ------------------------------------------------------------------------------- */
 
+/* The step that is followed. NULL: none, or it has been forgotten since. */
+static const tp_step *followed(const tp_pager *pager) {
+    const tp_executor *it = &pager->executor;
+    const tp_step *step = it->built != 0 ? pager->steps.at[it->slot] : NULL;
+    return step != NULL && step->built == it->built ? step : NULL;
+}
+
 /* The first act that comes before an operator later than `op`. */
 static uint32_t first_after(const tp_plan *plan, uint32_t op) {
     uint32_t low = 0, high = plan->act_count;
@@ -89,7 +96,7 @@ static const tp_plan *find_plan(tp_pager *pager) {
     it->following = plan != NULL && pager->offload && pager->capture_depth == 0 &&
                     !pager->page_out_before_op && !tp_pager_halted(pager);
     if (!it->following) return NULL;
-    const bool moved_on = it->step == where.step &&
+    const bool moved_on = it->built == where.step->built &&
                           it->recording == pager->steps.record.number && !it->stale &&
                           where.op >= it->op;
     if (!moved_on) {
@@ -101,7 +108,8 @@ static const tp_plan *find_plan(tp_pager *pager) {
                    : foreseen   ? first_after(plan, 0)
                                 : 0;
         it->foreseen = 0;
-        it->step = where.step;
+        it->slot = where.step->slot;
+        it->built = where.step->built;
         it->recording = pager->steps.record.number;
         it->stale = false;
     }
@@ -133,20 +141,21 @@ static void put_right(tp_pager *pager, const tp_step *step, const tp_plan *plan)
     tp_pager_wake(pager);
 }
 
-static void hand_out(tp_pager *pager, const tp_plan *plan, uint32_t until) {
+static void hand_out(tp_pager *pager, const tp_step *step, const tp_plan *plan,
+                     uint32_t until) {
     tp_executor *it = &pager->executor;
     tp_marker decided = {0};
     const uint32_t first = it->next;
     while (it->next < plan->act_count && plan->acts[it->next].op <= until) {
-        carry_out(pager, it->step, &plan->acts[it->next++], &decided);
+        carry_out(pager, step, &plan->acts[it->next++], &decided);
     }
     if (it->next != first) tp_pager_wake(pager);
 }
 
 /* A step has launched its last operator: what comes before the first one of the step that follows
  * as a rule. */
-static void foresee(tp_pager *pager) {
-    const tp_step *next = tp_steps_expected(&pager->steps, pager->executor.step);
+static void foresee(tp_pager *pager, const tp_step *step) {
+    const tp_step *next = tp_steps_expected(&pager->steps, step);
     const tp_plan *plan = next != NULL ? tp_plans_find(&pager->plans, next) : NULL;
     if (plan == NULL) return;
     put_right(pager, next, plan);
@@ -165,33 +174,34 @@ void tp_executor_begin(tp_pager *pager) {
     const tp_plan *plan = find_plan(pager);
     if (plan == NULL) return;
     pager->stats.planned_ops++;
-    if (pager->executor.op == 0 && pager->executor.next == 0) {
-        put_right(pager, pager->executor.step, plan);
-    }
-    hand_out(pager, plan, pager->executor.op);
+    const tp_step *step = followed(pager);
+    if (pager->executor.op == 0 && pager->executor.next == 0) put_right(pager, step, plan);
+    hand_out(pager, step, plan, pager->executor.op);
 }
 
 void tp_executor_launched(tp_pager *pager) {
     tp_executor *it = &pager->executor;
     if (!it->following || it->stale || it->recording != pager->steps.record.number) return;
-    const tp_plan *plan = tp_plans_find(&pager->plans, it->step);
+    const tp_step *step = followed(pager);
+    const tp_plan *plan = step != NULL ? tp_plans_find(&pager->plans, step) : NULL;
     if (plan == NULL) return;
-    hand_out(pager, plan, it->op + 1);
-    if (it->op + 1 == it->step->trace.op_count && it->foreseen == 0) foresee(pager);
+    hand_out(pager, step, plan, it->op + 1);
+    if (it->op + 1 == step->trace.op_count && it->foreseen == 0) foresee(pager, step);
 }
 
 void tp_executor_stop(tp_pager *pager) {
     pager->executor.following = false;
-    pager->executor.step = NULL;
+    pager->executor.built = 0;
     pager->executor.wish_count = 0;
 }
 
 uint32_t tp_executor_distance(const tp_pager *pager, const tp_block *block) {
-    const tp_executor *it = &pager->executor;
-    const uint32_t number = tp_steps_block(it->step, &block->identity);
+    const tp_step *step = followed(pager);
+    const uint32_t number = step != NULL ? tp_steps_block(step, &block->identity) : TP_NO_OP;
     if (number == TP_NO_OP) return UINT32_MAX;
-    const uint32_t next = tp_steps_next_use(it->step, number, it->op + 1);
-    return next == TP_NO_OP ? UINT32_MAX : next - it->op;
+    const uint32_t op = pager->executor.op;
+    const uint32_t next = tp_steps_next_use(step, number, op + 1);
+    return next == TP_NO_OP ? UINT32_MAX : next - op;
 }
 
 /* ---- fills ----------------------------------------------------------------------------------- */

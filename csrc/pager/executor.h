@@ -34,7 +34,8 @@ typedef struct tp_wish {
 typedef struct tp_executor {
     bool following; /* a plan */
     bool stale;     /* `next` is to be found anew */
-    const tp_step *step;
+    uint32_t slot;  /* of the step that is followed, and its tp_step.built; 0: none */
+    uint64_t built;
     uint64_t recording; /* in which `next` was found */
     uint32_t op;        /* the operator that began last */
     uint32_t next;      /* the first act that is not handed out */
