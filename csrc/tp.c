@@ -13,6 +13,8 @@
 #include "pager/alloc.h"
 #include "pager/arming.h"
 #include "pager/extent.h"
+#include "pager/learn.h"
+#include "pager/name.h"
 #include "pager/pager.h"
 #include "pager/reclaim.h"
 #include "pager/region.h"
@@ -111,6 +113,13 @@ tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error) {
     if (!pager->offload) tp_arming_off(pager);
     leave_arming(core);
     return status;
+}
+
+void tp_core_set_planning(tp_core *core, bool planning) {
+    tp_pager *pager = enter(core);
+    pager->plans.off = !planning;
+    if (!planning) tp_executor_stop(pager);
+    leave(pager);
 }
 
 void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks) {
@@ -260,9 +269,16 @@ void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t cou
         tp_regions_stand(pager);
         (void)tp_resize_evict_all(pager);
     }
+    tp_learn_begin(pager, op, accesses, count, stream);
+    if (op->record != 0) tp_executor_begin(pager);
     tp_access_begin(pager, op, accesses, count, stream);
+    tp_learn_started(pager, op);
     leave(pager);
 }
+
+uint32_t tp_op_name(const char *name) { return tp_name_id(name); }
+
+const char *tp_op_name_text(uint32_t name) { return tp_name_text(name); }
 
 void tp_op_adopt(tp_op *op, tp_addr addr) {
     tp_pager *pager = enter(op->core);
@@ -273,7 +289,9 @@ void tp_op_adopt(tp_op *op, tp_addr addr) {
 void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *parent) {
     const bool detached = op->detached;
     tp_pager *pager = enter(op->core);
+    tp_learn_end(pager, op, outputs, output_count);
     tp_access_end(pager, op, outputs, output_count, parent);
+    if (!detached) tp_executor_launched(pager);
     if (detached) {
         /* Perhaps on a thread that waits in a function of ours: its regions go on standing. */
         tp_lock_drop(&pager->lock);
@@ -336,6 +354,27 @@ uint64_t tp_use_clock(tp_core *core) {
     return clock;
 }
 
+void tp_mark_step(tp_core *core, tp_step_mark mark) {
+    tp_pager *pager = enter(core);
+    tp_steps_mark(&pager->steps, mark);
+    tp_pager_wake(pager);
+    leave(pager);
+}
+
+bool tp_last_step(tp_core *core, void (*visit)(void *ctx, const tp_step *step), void *ctx) {
+    tp_pager *pager = enter(core);
+    if (tp_steps_on(&pager->steps)) tp_steps_settle(&pager->steps);
+    tp_step *step = tp_steps_last(&pager->steps);
+    if (step != NULL) tp_steps_hold(step);
+    leave(pager);
+    if (step == NULL) return false;
+    visit(ctx, step);
+    pager = enter(core);
+    tp_steps_give(step);
+    leave(pager);
+    return true;
+}
+
 void tp_mark_seen(tp_core *core, tp_addr addr) {
     tp_pager *pager = enter(core);
     tp_block *block = tp_block_live(pager, addr);
@@ -347,7 +386,10 @@ void tp_region_begin(tp_core *core, tp_region *region, const tp_access *accesses
                      tp_stream stream) {
     tp_pager *pager = enter(core);
     region->core = pager->abandoned ? NULL : core;
-    if (region->core != NULL) tp_regions_begin(pager, region, accesses, count, stream);
+    if (region->core != NULL) {
+        tp_learn_region(pager, accesses, count, stream);
+        tp_regions_begin(pager, region, accesses, count, stream);
+    }
     leave(pager);
 }
 
@@ -477,15 +519,15 @@ void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
     }
     if (totals) {
         tp_tally *const tallies[] = {
-            &stats->fills,         &stats->write_backs,  &stats->evictions,
-            &stats->misses,        &stats->stalls,       &stats->host_operators,
-            &stats->memory_stalls, &stats->discards,     &stats->unseen_writes,
-            &stats->unproven,      &stats->fingerprints, &stats->frame_creates,
-            &stats->frame_releases};
+            &stats->fills,          &stats->write_backs,  &stats->evictions,
+            &stats->misses,         &stats->stalls,       &stats->host_operators,
+            &stats->memory_stalls,  &stats->discards,     &stats->unseen_writes,
+            &stats->unproven,       &stats->fingerprints, &stats->frame_creates,
+            &stats->frame_releases, &stats->plans};
         for (size_t i = 0; i < sizeof tallies / sizeof tallies[0]; i++)
             *tallies[i] = (tp_tally){0};
         stats->alloc_count = stats->free_count = stats->cache_hits = 0;
-        stats->born_in_host = stats->ooms = 0;
+        stats->born_in_host = stats->ooms = stats->planned_ops = 0;
         stats->region_count = stats->region_waits = 0;
     }
     leave(pager);

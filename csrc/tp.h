@@ -21,6 +21,7 @@
 #include "base/status.h"
 #include "device/device.h"
 #include "pager/plan.h" /* pure: a plan needs no core */
+#include "pager/steps.h"
 #include "pager/types.h"
 
 #if defined(__GNUC__)
@@ -59,6 +60,9 @@ TP_API void tp_core_get_budget(tp_core *core, size_t *device_bytes, size_t *host
 /* Switches paging on or off. Off: brings back what fits of the blocks seen as operands (the rest stays
  * in HOST, readable), disarms, and all blocks count as unseen. May wait. */
 TP_API TP_MUST_USE tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error);
+/* Whether plans are made and followed; they are, unless this says otherwise. Without them bytes move
+ * on demand. */
+TP_API void tp_core_set_planning(tp_core *core, bool planning);
 TP_API void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks);
 /* Makes room in the budget for `bytes` more of the foreign allocator: gives up cached frames, then
  * evicts, then tells it through foreign_cap. *granted_cap_bytes: what it may hold now. May wait. */
@@ -111,6 +115,17 @@ TP_API void tp_op_export(tp_op *op);
 
 /* Frees what the struct itself owns. */
 TP_API void tp_op_fini(tp_op *op);
+
+/* The number of "aten::add_.Tensor", for tp_op.name. Takes no lock. */
+TP_API uint32_t tp_op_name(const char *name);
+TP_API const char *tp_op_name_text(uint32_t name);
+
+/* Where steps end (pager/steps.h). Never waits. */
+TP_API void tp_mark_step(tp_core *core, tp_step_mark mark);
+/* Calls `visit` with the last complete step that was recorded, and with no lock: it does not change
+ * meanwhile. False: there is none yet. */
+TP_API bool tp_last_step(tp_core *core, void (*visit)(void *ctx, const tp_step *step),
+                         void *ctx);
 
 /* One access outside any operator: resident (or readable in HOST), and, with write, dirty. */
 TP_API TP_MUST_USE tp_status tp_touch(tp_core *core, tp_addr addr, bool write, tp_stream stream,

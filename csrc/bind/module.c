@@ -12,6 +12,7 @@
 #include "base/check.h"
 #include "bind/cores.h"
 #include "bind/plan_py.h"
+#include "bind/step_py.h"
 #include "device/device_cuda.h"
 
 typedef struct module_state {
@@ -385,6 +386,17 @@ static PyObject *core_set_offload(PyObject *module, PyObject *args) {
     return none_or_error(module, status, &error);
 }
 
+static PyObject *core_set_planning(PyObject *module, PyObject *args) {
+    int slot, planning;
+    if (!PyArg_ParseTuple(args, "ip", &slot, &planning)) return NULL;
+    tp_core *core = core_at(module, slot);
+    if (core == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    tp_core_set_planning(core, planning != 0);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyObject *core_empty_cache(PyObject *module, PyObject *args) {
     int slot;
     if (!PyArg_ParseTuple(args, "i", &slot)) return NULL;
@@ -486,6 +498,26 @@ static PyObject *core_use_clock(PyObject *module, PyObject *args) {
     tp_core *core = core_at(module, slot);
     if (core == NULL) return NULL;
     return PyLong_FromUnsignedLongLong(tp_use_clock(core));
+}
+
+static PyObject *core_mark_step(PyObject *module, PyObject *args) {
+    int slot, mark;
+    if (!PyArg_ParseTuple(args, "ii", &slot, &mark)) return NULL;
+    tp_core *core = core_at(module, slot);
+    if (core == NULL) return NULL;
+    if (mark < TP_STEP_ASKED || mark > TP_STEP_OPTIMIZER_END) {
+        PyErr_SetString(PyExc_ValueError, "there is no such mark");
+        return NULL;
+    }
+    tp_mark_step(core, (tp_step_mark)mark);
+    Py_RETURN_NONE;
+}
+
+static PyObject *core_last_step(PyObject *module, PyObject *args) {
+    int slot;
+    if (!PyArg_ParseTuple(args, "i", &slot)) return NULL;
+    tp_core *core = core_at(module, slot);
+    return core == NULL ? NULL : tp_bind_last_step(core);
 }
 
 static PyObject *core_mark_written(PyObject *module, PyObject *args) {
@@ -612,6 +644,8 @@ static int put_tallies(PyObject *dict, const tp_stats *stats) {
     bad |= put_tally(dict, "unseen_writes", &stats->unseen_writes);
     bad |= put_tally(dict, "unproven", &stats->unproven);
     bad |= put_tally(dict, "fingerprints", &stats->fingerprints);
+    bad |= put_tally(dict, "plans", &stats->plans);
+    bad |= put_u64(dict, "planned_ops", stats->planned_ops);
     bad |= put_tally(dict, "discards", &stats->discards);
     bad |= put_tally(dict, "frame_creates", &stats->frame_creates);
     bad |= put_tally(dict, "frame_releases", &stats->frame_releases);
@@ -780,6 +814,7 @@ static PyMethodDef methods[] = {
     {"set_budget", core_set_budget, METH_VARARGS, NULL},
     {"get_budget", core_get_budget, METH_VARARGS, NULL},
     {"set_offload", core_set_offload, METH_VARARGS, NULL},
+    {"set_planning", core_set_planning, METH_VARARGS, NULL},
     {"empty_cache", core_empty_cache, METH_VARARGS, NULL},
     {"owns", core_owns, METH_O, NULL},
     {"block", core_block, METH_O, NULL},
@@ -789,6 +824,8 @@ static PyMethodDef methods[] = {
     {"mark_seen", core_mark_seen, METH_O, NULL},
     {"use_clock", core_use_clock, METH_VARARGS, NULL},
     {"mark_written", core_mark_written, METH_VARARGS, NULL},
+    {"mark_step", core_mark_step, METH_VARARGS, NULL},
+    {"last_step", core_last_step, METH_VARARGS, NULL},
     {"pin", core_pin, METH_O, NULL},
     {"unpin", core_unpin, METH_O, NULL},
     {"evict", core_evict, METH_O, NULL},
@@ -816,6 +853,10 @@ static int module_exec(PyObject *module) {
     if (state->core_error == NULL) return -1;
     if (PyModule_AddObjectRef(module, "CoreError", state->core_error) != 0) return -1;
     if (PyModule_AddIntConstant(module, "SIM_SLOT", TP_SLOT_SIM) != 0) return -1;
+    if (PyModule_AddIntConstant(module, "STEP_ASKED", TP_STEP_ASKED) != 0) return -1;
+    if (PyModule_AddIntConstant(module, "OPTIMIZER_BEGIN", TP_STEP_OPTIMIZER_BEGIN) != 0)
+        return -1;
+    if (PyModule_AddIntConstant(module, "OPTIMIZER_END", TP_STEP_OPTIMIZER_END) != 0) return -1;
     return PyModule_AddIntConstant(module, "DEBUG", TP_DEBUG);
 }
 

@@ -24,6 +24,7 @@
 #include <ATen/quantized/QTensorImpl.h>
 #include <ATen/quantized/Quantizer.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <pthread.h>
 
@@ -208,6 +209,7 @@ struct OperatorUse {
     bool collective = false;  /* its work goes on after it has returned */
     bool waited_for = false;  /* and on CPU tensors is done only once the program has waited */
     bool makes_empty = false; /* see kMakesEmpty */
+    uint32_t name = 0;        /* tp_op.name */
     std::vector<ArgumentUse> arguments; /* those that can hold tensors */
 };
 
@@ -285,6 +287,7 @@ OperatorUse describe(const c10::OperatorHandle &op) {
     OperatorUse use;
     use.argument_count = schema.arguments().size();
     use.return_count = schema.returns().size();
+    use.name = tp_op_name((schema.name() + "." + schema.overload_name()).c_str());
     if (aten && (only_calls_others(op) || only_makes_views(schema))) {
         use.frame = false;
         describe_pointers(schema, use);
@@ -353,6 +356,8 @@ struct Frame {
     size_t return_count = 0;
     bool results_empty = false;
     bool collective = false, waited_for = false;
+    uint32_t name = 0;     /* as in tp_op */
+    bool backward = false; /* likewise */
     std::atomic<bool> ended{false};
     CoreOp first;
     alignas(8) unsigned char context[64]; /* room for the FrameContext handed to PyTorch */
@@ -510,6 +515,8 @@ Frame *Thread::push() {
     frame->thread = this;
     frame->id = pthread_self();
     frame->ended.store(false, std::memory_order_relaxed);
+    frame->name = 0;
+    frame->backward = torch::autograd::get_current_graph_task_id() >= 0;
     frame->outer = top();
     top_ = frame;
     return frame;
@@ -774,6 +781,8 @@ CoreOp *find_or_begin(Frame *frame, tp_core *core, tp_stream stream) {
     if (op->core == nullptr) {
         op->core = core;
         op->adopted_count = 0;
+        op->op.name = frame->name;
+        op->op.backward = frame->backward;
         tp_op_begin(core, &op->op, nullptr, 0, stream);
     }
     return op;
@@ -792,6 +801,8 @@ void begin_core(Thread *thread, Frame *frame, size_t start) {
     const tp_stream stream = tp_bind_current_stream(head.slot);
     op->core = head.core;
     op->adopted_count = 0;
+    op->op.name = frame->name;
+    op->op.backward = frame->backward;
     tp_op_begin(head.core, &op->op, thread->accesses.data(), thread->accesses.size(), stream);
 }
 
@@ -932,6 +943,7 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
         frame->results_empty = use.makes_empty;
         frame->collective = use.collective;
         frame->waited_for = use.waited_for;
+        frame->name = use.name;
         context.reset(new (frame) FrameContext(frame));
         for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
     }

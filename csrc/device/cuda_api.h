@@ -134,6 +134,7 @@ enum {
     required(cuEventDestroy_v2, (tp_cu_event event))                                          \
     required(cuEventRecord, (tp_cu_event event, tp_cu_stream stream))                         \
     required(cuEventQuery, (tp_cu_event event))                                               \
+    optional(cuEventElapsedTime_v2, (float *ms, tp_cu_event from, tp_cu_event to))            \
     optional(cuCtxRecordEvent, (tp_cu_context context, tp_cu_event event)) /* from 12.5 on */ \
     optional(cuCtxGetStreamPriorityRange, (int *least, int *greatest))                        \
     optional(cuStreamCreateWithPriority,                                                      \

@@ -100,6 +100,11 @@ typedef struct tp_device_ops {
     /* All work queued on the device so far, on every stream. Needs caps.context_marker, and no
      * stream of the process in capture. */
     tp_status (*event_record_context)(tp_device *dev, tp_event event, tp_error *error);
+    /* An event that can be timed, and the time on the device between two such, both complete. NULL,
+     * both: the device does not tell. */
+    tp_status (*event_create_timed)(tp_device *dev, tp_event *out, tp_error *error);
+    tp_status (*event_elapsed)(tp_device *dev, tp_event from, tp_event to, uint64_t *ns,
+                               tp_error *error);
     /* Sets *done. Never waits. */
     tp_status (*event_query)(tp_device *dev, tp_event event, bool *done, tp_error *error);
     /* Waits on the host. The only call that waits for the device. Take no lock across it. */

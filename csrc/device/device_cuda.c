@@ -360,16 +360,27 @@ static tp_fingerprint cuda_fingerprint_read(tp_device *dev, uint32_t place) {
     return sum;
 }
 
-static tp_status cuda_event_create(tp_device *dev, tp_event *out, tp_error *error) {
+static tp_status event_create(tp_device *dev, unsigned int flags, tp_event *out,
+                              tp_error *error) {
     tp_cu_event event = NULL;
     scope s;
     tp_cu_result result = scope_enter(cuda_of(dev), &s);
-    if (result == TP_CU_SUCCESS) result = api.cuEventCreate(&event, TP_CU_EVENT_DISABLE_TIMING);
+    if (result == TP_CU_SUCCESS) result = api.cuEventCreate(&event, flags);
     scope_leave(&s);
     if (result != TP_CU_SUCCESS)
         return fail_as(error, TP_NO_HOST_MEMORY, result, "cuEventCreate");
     *out = event;
     return TP_OK;
+}
+
+static tp_status cuda_event_create(tp_device *dev, tp_event *out, tp_error *error) {
+    return event_create(dev, TP_CU_EVENT_DISABLE_TIMING, out, error);
+}
+
+static tp_status cuda_event_create_timed(tp_device *dev, tp_event *out, tp_error *error) {
+    if (api.cuEventElapsedTime_v2 == NULL)
+        return tp_error_set(error, TP_UNSUPPORTED, "this driver has no cuEventElapsedTime_v2");
+    return event_create(dev, 0, out, error);
 }
 
 static void cuda_event_destroy(tp_device *dev, tp_event event) {
@@ -415,6 +426,19 @@ static tp_status cuda_event_query(tp_device *dev, tp_event event, bool *done, tp
         return check(error, result, "cuEventQuery");
     }
     *done = result == TP_CU_SUCCESS;
+    return TP_OK;
+}
+
+static tp_status cuda_event_elapsed(tp_device *dev, tp_event from, tp_event to, uint64_t *ns,
+                                    tp_error *error) {
+    (void)dev;
+    float ms = 0;
+    scope s = {0};
+    scope_relax(&s);
+    const tp_cu_result result = api.cuEventElapsedTime_v2(&ms, from, to);
+    scope_leave(&s);
+    if (result != TP_CU_SUCCESS) return check(error, result, "cuEventElapsedTime");
+    *ns = ms > 0 ? (uint64_t)((double)ms * 1e6) : 0;
     return TP_OK;
 }
 
@@ -640,6 +664,8 @@ static const tp_device_ops cuda_ops = {
     .event_destroy = cuda_event_destroy,
     .event_record = cuda_event_record,
     .event_record_context = cuda_event_record_context,
+    .event_create_timed = cuda_event_create_timed,
+    .event_elapsed = cuda_event_elapsed,
     .event_query = cuda_event_query,
     .event_sync = cuda_event_sync,
     .stream_wait = cuda_stream_wait,

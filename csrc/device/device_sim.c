@@ -94,6 +94,7 @@ typedef struct sim_device sim_device;
 typedef struct sim_event {
     sim_device *sim;
     sim_record *latest; /* NULL: never recorded */
+    bool timed;         /* the time of its record is kept, also of one that completes at once */
 } sim_event;
 
 typedef enum sim_item_kind {
@@ -956,6 +957,12 @@ static tp_status sim_event_create(tp_device *dev, tp_event *out, tp_error *error
     return TP_OK;
 }
 
+static tp_status sim_event_create_timed(tp_device *dev, tp_event *out, tp_error *error) {
+    const tp_status status = sim_event_create(dev, out, error);
+    if (status == TP_OK) ((sim_event *)*out)->timed = true;
+    return status;
+}
+
 static void sim_event_destroy(tp_device *dev, tp_event event) {
     sim_device *sim = sim_of(dev);
     sim_event *gone = event;
@@ -995,8 +1002,10 @@ static tp_status sim_event_record(tp_device *dev, tp_event event, tp_stream stre
     /* Nothing is before it: complete at once, as most markers of CPU tensors are. */
     const bool idle = status == TP_OK && !sim->options.manual && tp_list_empty(&target->items);
     if (idle) {
-        event_set_latest_locked(event, NULL);
-        record_unref_locked(record);
+        record->end_ns = later(target->time_ns, sim->host_ns);
+        const bool timed = ((const sim_event *)event)->timed;
+        event_set_latest_locked(event, timed ? record : NULL);
+        if (!timed) record_unref_locked(record);
         tp_lock_drop(&sim->lock);
         return TP_OK;
     }
@@ -1089,6 +1098,19 @@ static tp_status sim_event_query(tp_device *dev, tp_event event, bool *done, tp_
     record_unref_locked(record);
     tp_lock_drop(&sim->lock);
     return status;
+}
+
+static tp_status sim_event_elapsed(tp_device *dev, tp_event from, tp_event to, uint64_t *ns,
+                                   tp_error *error) {
+    sim_device *sim = sim_of(dev);
+    const sim_event *first = from, *second = to;
+    tp_lock_take(&sim->lock);
+    const sim_record *begin = first->latest, *end = second->latest;
+    const bool known = first->timed && second->timed && begin != NULL && end != NULL &&
+                       begin->pending_count == 0 && end->pending_count == 0;
+    if (known) *ns = end->end_ns > begin->end_ns ? (uint64_t)(end->end_ns - begin->end_ns) : 0;
+    tp_lock_drop(&sim->lock);
+    return known ? TP_OK : tp_error_set(error, TP_INVALID, "events that are not complete");
 }
 
 static tp_status sim_event_sync(tp_device *dev, tp_event event, tp_error *error) {
@@ -1264,6 +1286,8 @@ static const tp_device_ops sim_ops = {
     .event_create = sim_event_create,
     .event_destroy = sim_event_destroy,
     .make_private = sim_make_private,
+    .event_create_timed = sim_event_create_timed,
+    .event_elapsed = sim_event_elapsed,
     .event_record = sim_event_record,
     .event_record_context = sim_event_record_context,
     .event_query = sim_event_query,

@@ -14,6 +14,7 @@
 #include "base/list.h"
 #include "device/marker.h"
 #include "memory/frame.h"
+#include "memory/identity.h"
 #include "memory/suballoc.h"
 
 enum { TP_SEGMENTS_MAX = 16 };
@@ -38,13 +39,15 @@ typedef struct tp_extent {
     tp_extent_state state;
     tp_frame *device, *host;
     tp_frame
-        *mapped;  /* the frame the address maps now; NULL: nothing (strict mode, being born) */
-    bool busy;    /* its mapping is being changed, with the lock released */
-    bool held;    /* being prepared with the lock released: its block may not retire */
-    bool evict;   /* to be evicted as soon as the rules allow */
-    bool written; /* written while WRITING */
-    bool abandon; /* the fill's copy is to be forgotten */
-    bool guarded; /* its address is mapped read-only (tp_config.readonly_clean) */
+        *mapped; /* the frame the address maps now; NULL: nothing (strict mode, being born) */
+    bool busy;   /* its mapping is being changed, with the lock released */
+    bool held;   /* being prepared with the lock released: its block may not retire */
+    bool evict;  /* to be evicted as soon as the rules allow */
+    bool write_back;      /* to be written back, and stay */
+    bool leave;           /* the operator that begins next runs over it in HOST */
+    bool written;         /* written while WRITING */
+    bool abandon;         /* the fill's copy is to be forgotten */
+    bool guarded;         /* its address is mapped read-only (tp_config.readonly_clean) */
     tp_marker copy;       /* the copy in flight */
     bool copying;         /* it has not been seen complete */
     tp_marker decided;    /* context-wide, recorded after deciding to change the mapping */
@@ -90,6 +93,7 @@ struct tp_block {
     uint64_t stamp;     /* the use clock at its last use */
     uint64_t written;   /* the same, at its last announced write */
     uint64_t evicted_count;
+    tp_identity identity; /* the recorder's */
     struct tp_segment *segment;
     tp_span *span;
     tp_link lru;  /* live: least recently used first. cached, retiring: in that list */

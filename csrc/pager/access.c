@@ -80,7 +80,7 @@ static void cancel_evictions(tp_pager *pager, tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
         if (!extent->evict || extent->busy) continue;
-        extent->evict = false;
+        extent->evict = extent->write_back = false;
         const bool resting =
             extent->state == TP_EXTENT_DIRTY || extent->state == TP_EXTENT_CLEAN;
         if (resting && extent->place == 0) tp_list_remove(&extent->inflight);
@@ -188,6 +188,9 @@ static void start_fills(tp_pager *pager, tp_op *op, bool wait) {
         for (uint32_t k = 0; pin_holds(&pin) && k < pin.block->extent_count; k++) {
             tp_extent *extent = &pin.block->extents[k];
             if (extent->state != TP_EXTENT_HOST) continue;
+            const bool left = extent->leave && !tp_fill_queued(extent);
+            extent->leave = false;
+            if (left) continue;
             if (tp_fill_queued(extent)) {
                 tp_fill_hurry(pager, extent);
                 continue;

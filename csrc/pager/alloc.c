@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
+#include "pager/learn.h"
 #include "pager/proof.h"
 #include "pager/reclaim.h"
 #include "pager/region.h"
@@ -295,6 +296,7 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     tp_list_push_back(&pager->live, &block->lru);
     tp_block_count(pager, block, true);
     tp_regions_note(pager, block);
+    tp_learn_born(pager, block);
     pager->stats.alloc_count++;
 }
 
@@ -385,6 +387,7 @@ static void settle(tp_pager *pager, tp_block *block) {
 void tp_block_free(tp_pager *pager, tp_block *block) {
     TP_REQUIRE(block->life == TP_BLOCK_LIVE);
     tp_readahead_forget(pager, block);
+    tp_learn_freed(pager, block);
     tp_block_count(pager, block, false);
     tp_list_remove(&block->lru);
     block->generation++;

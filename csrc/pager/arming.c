@@ -1,6 +1,7 @@
 #include "pager/arming.h"
 
 #include "pager/access.h"
+#include "pager/learn.h"
 
 static tp_arming due(const tp_pager *pager) {
     if (pager->armed) return TP_ARM_FULL;
@@ -35,6 +36,7 @@ bool tp_arming_full(tp_pager *pager) {
         return false; /* later, then */
     }
     pager->armed = true;
+    tp_learn_start(pager);
     tell(pager);
     return true;
 }
@@ -59,6 +61,8 @@ void tp_arming_unknown(tp_pager *pager) {
 
 void tp_arming_off(tp_pager *pager) {
     pager->armed = pager->watching = false;
+    tp_learn_stop(pager);
+    tp_executor_stop(pager);
     /* What is touched is told no more; armed again, all blocks count as unseen. */
     for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
         TP_CONTAINER(link, tp_block, lru)->seen = false;

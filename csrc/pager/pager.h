@@ -10,6 +10,8 @@
  *   alloc     blocks: born, freed, cached, retired
  *   fill      starting a fill; readahead: filling ahead of need
  *   access    operators: pins, misses, dirtiness, last-use markers
+ *   learn     tells pager/steps of operators and blocks; timing: how long operators take
+ *   plans     makes plans; executor: carries them out
  *   region    opaque regions and the gate
  *   resize    budgets moved while running
  *   pager     the thread: write-backs, evictions, fills, retirements
@@ -28,7 +30,11 @@
 #include "memory/budget.h"
 #include "memory/frame.h"
 #include "memory/space.h"
+#include "pager/executor.h"
+#include "pager/plans.h"
 #include "pager/readahead.h"
+#include "pager/steps.h"
+#include "pager/timing.h"
 #include "pager/types.h"
 
 enum { TP_SIZE_BINS = 256, TP_AHEAD_MAX = 32 };
@@ -113,6 +119,10 @@ typedef struct tp_pager {
     uint32_t ahead_count;
     size_t ahead_bytes; /* of the blocks that are ahead of their use */
 
+    tp_steps steps; /* what the program does, told by pager/learn */
+    tp_timing timing;
+    tp_plans plans;
+    tp_executor executor;
     size_t foreign_held_bytes; /* as last asked */
     tp_stats stats;
     tp_oom last_oom;

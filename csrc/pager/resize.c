@@ -183,6 +183,7 @@ tp_status tp_resize_budget(tp_pager *pager, size_t device_bytes, size_t host_byt
     const tp_status status = resize(pager, device_bytes, host_bytes, error);
     negotiation_end(pager);
     pager->host_full = false;
+    if (status == TP_OK) tp_plans_renew(pager);
     /* What an earlier, smaller budget left in HOST comes home once paging has ended. */
     if (status == TP_OK && !pager->offload) bring_all_back(pager);
     tp_ticket_give(pager);

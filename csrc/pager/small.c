@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "pager/access.h"
 #include "pager/alloc.h"
+#include "pager/learn.h"
 
 enum { UNITS = 4096 }; /* pieces of a slab are multiples of slab bytes / UNITS */
 
@@ -75,7 +76,9 @@ static tp_status slab_new(tp_small *small, tp_pager *pager, size_t bytes, tp_str
     if (status != TP_OK) goto no_sub;
     status = tp_block_alloc(pager, bytes, stream, 0, &slab->addr, oom, error);
     if (status != TP_OK) goto no_block;
-    tp_block_live(pager, slab->addr)->slab = true;
+    tp_block *block = tp_block_live(pager, slab->addr);
+    block->slab = true;
+    tp_learn_forget(pager, block);
     slab->bytes = bytes;
     slab->unit_bytes = bytes / UNITS;
     slab->stream = stream;

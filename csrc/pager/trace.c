@@ -13,11 +13,14 @@ static tp_status check_blocks(const tp_trace *trace, tp_error *error) {
     return TP_OK;
 }
 
-bool tp_trace_is_alive(const tp_trace *trace, uint32_t block, uint32_t op) {
-    const tp_trace_block *it = &trace->blocks[block];
+bool tp_trace_block_is_alive(const tp_trace_block *it, uint32_t op) {
     if (it->born_op == TP_NO_OP) return true;
     const bool born = op >= it->born_op, gone = op > it->dead_op;
     return it->dead_op < it->born_op ? born || !gone : born && !gone;
+}
+
+bool tp_trace_is_alive(const tp_trace *trace, uint32_t block, uint32_t op) {
+    return tp_trace_block_is_alive(&trace->blocks[block], op);
 }
 
 static tp_status check_op(const tp_trace *trace, uint32_t op, tp_error *error) {

@@ -39,6 +39,7 @@ typedef struct tp_trace {
 } tp_trace;
 
 /* Whether a block is alive while an operator runs. */
+bool tp_trace_block_is_alive(const tp_trace_block *block, uint32_t op);
 bool tp_trace_is_alive(const tp_trace *trace, uint32_t block, uint32_t op);
 
 /* TP_INVALID, with the reason, if an index leads nowhere or an operand is not alive. */

@@ -138,13 +138,21 @@ typedef struct tp_access {
     bool write;
 } tp_access;
 
-/* One operator in progress on one thread. Zero-initialise; the fields are the core's. */
+/* One operator in progress on one thread. Zero-initialise; the fields are the core's, but for the
+ * first two. */
 typedef struct tp_op {
+    uint32_t name; /* tp_op_name; 0: it has none */
+    bool backward; /* it is part of a backward pass */
     tp_core *core;
     struct tp_op_pin *pins;
     uint32_t pin_count, pin_capacity;
     tp_stream stream;
-    bool detached; /* it has returned, and its work goes on: its pins are no thread's */
+    bool detached;   /* it has returned, and its work goes on: its pins are no thread's */
+    uint64_t record; /* the recording that it is in (pager/record.h); 0: none */
+    uint32_t recorded, class_idx; /* its number there; its class */
+    uint32_t timer;               /* 1 + what times it (pager/timing.h); 0: nothing */
+    uint64_t recorded_total,
+        started_ns; /* operators recorded until it began; when it started */
 } tp_op;
 
 /* An opaque region: code on one thread whose kernels we cannot see. Zero-initialise; the fields are
@@ -179,6 +187,8 @@ typedef struct tp_stats {
                                they were copied again */
     tp_tally unproven; /* CLEAN extents copied again because nothing proved them equal */
     tp_tally fingerprints; /* asked of the device */
+    tp_tally plans;        /* made for kinds of step; ns: the time it took */
+    uint64_t planned_ops;  /* operators that began while a plan was followed */
     tp_tally discards;     /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;

@@ -28,6 +28,7 @@ else:
     from torchpager.offload import auto_offload
     from torchpager.pin import pin
     from torchpager.pluggable import pluggable_allocator
+    from torchpager.recording import save_trace, step
     from torchpager.roofline import roofline
     from torchpager.simulate import simulate
     from torchpager.stats import last_oom, reset_stats, stats
@@ -46,8 +47,10 @@ __all__ = [
     "pluggable_allocator",
     "reset_stats",
     "roofline",
+    "save_trace",
     "simulate",
     "stats",
     "status",
+    "step",
     "testing",
 ]

@@ -10,6 +10,9 @@ from typing import Any
 
 SIM_SLOT: int
 DEBUG: int  # the TP_DEBUG level of this build
+STEP_ASKED: int
+OPTIMIZER_BEGIN: int
+OPTIMIZER_END: int
 
 class CoreError(Exception):
     status: str
@@ -62,6 +65,7 @@ def cuda_probe(device: int = 0, retain: bool = False) -> dict[str, Any]:
 def set_budget(slot: int, device_bytes: int | None, host_bytes: int | None) -> None: ...
 def get_budget(slot: int) -> tuple[int | None, int | None]: ...
 def set_offload(slot: int, offload: bool) -> None: ...
+def set_planning(slot: int, planning: bool) -> None: ...
 def empty_cache(slot: int) -> None: ...
 
 # -- blocks (by any address inside one; an unknown address raises CoreError("INVALID")) ---------------
@@ -82,6 +86,17 @@ def mark_seen(addr: int) -> None: ...
 def use_clock(slot: int) -> int: ...
 def mark_written(slot: int, addrs: list[int], since: int) -> None:
     """Written without an operator, unless one was seen to write since use_clock() was `since`."""
+
+def mark_step(slot: int, mark: int) -> None:
+    """One of STEP_ASKED, OPTIMIZER_BEGIN and OPTIMIZER_END: where steps end."""
+
+def last_step(slot: int) -> dict[str, Any] | None:
+    """The last complete step that was recorded, or None.
+
+    names: of the operators, a list. The rest are columns in the machine's byte order, named as for
+    make_plan, and began_ns (u64: on the host, since the first operator) and phase (u8: 0 forward,
+    1 backward, 2 optimizer).
+    """
 
 def pin(addr: int) -> None: ...
 def unpin(addr: int) -> None: ...

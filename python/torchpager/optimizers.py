@@ -1,4 +1,4 @@
-"""Optimizer steps: what they have written without an operator.
+"""Optimizer steps: where steps of the program end, and what was written without an operator.
 
 An optimizer of an extension package may update parameters and states in place by a function of
 its own that no operator hook sees. After each step of any ``torch.optim.Optimizer`` its
@@ -41,28 +41,36 @@ def unwatch(owner: object) -> None:
         _begun.clear()
 
 
+def slots() -> list[int]:
+    """Return the slots in which somebody pages."""
+    return [slot for slot in set(_watchers.values()) if _core.is_open(slot)]
+
+
 def _before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    for slot in slots():
+        _core.mark_step(slot, _core.OPTIMIZER_BEGIN)
     _begun[id(optimizer)] = {slot: _core.use_clock(slot) for slot in _armed_slots()}
 
 
 def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    for slot in slots():
+        _core.mark_step(slot, _core.OPTIMIZER_END)
     begun = _begun.pop(id(optimizer), {})
-    slots = _armed_slots()
-    if not slots:
+    armed = _armed_slots()
+    if not armed:
         return
     addresses = _addresses(optimizer)
-    for slot in slots:
+    for slot in armed:
         # Armed during the step: some of it was not seen.
         _core.mark_written(slot, addresses, begun.get(slot, _core.use_clock(slot)))
 
 
 def _armed_slots() -> list[int]:
-    slots = set(_watchers.values())
-    return [slot for slot in slots if _core.is_open(slot) and _core.stats(slot)["armed"]]
+    return [slot for slot in slots() if _core.stats(slot)["armed"]]
 
 
 def _addresses(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -31,6 +31,8 @@ static const struct {
     [FAULT_COPY] = {"copy", TP_DEVICE_ERROR},
     [FAULT_FINGERPRINT] = {"fingerprint", TP_DEVICE_ERROR},
     [FAULT_EVENT_CREATE] = {"event_create", TP_NO_HOST_MEMORY},
+    [FAULT_EVENT_CREATE_TIMED] = {"event_create_timed", TP_NO_HOST_MEMORY},
+    [FAULT_EVENT_ELAPSED] = {"event_elapsed", TP_DEVICE_ERROR},
     [FAULT_EVENT_RECORD] = {"event_record", TP_DEVICE_ERROR},
     [FAULT_EVENT_RECORD_CONTEXT] = {"event_record_context", TP_DEVICE_ERROR},
     [FAULT_EVENT_QUERY] = {"event_query", TP_DEVICE_ERROR},
@@ -155,6 +157,19 @@ static tp_status fault_event_record_context(tp_device *dev, tp_event event, tp_e
     return inner_of(dev)->ops->event_record_context(inner_of(dev), event, error);
 }
 
+static tp_status fault_event_create_timed(tp_device *dev, tp_event *out, tp_error *error) {
+    const tp_status status = fault_check(dev, FAULT_EVENT_CREATE_TIMED, error);
+    if (status != TP_OK) return status;
+    return inner_of(dev)->ops->event_create_timed(inner_of(dev), out, error);
+}
+
+static tp_status fault_event_elapsed(tp_device *dev, tp_event from, tp_event to, uint64_t *ns,
+                                     tp_error *error) {
+    const tp_status status = fault_check(dev, FAULT_EVENT_ELAPSED, error);
+    if (status != TP_OK) return status;
+    return inner_of(dev)->ops->event_elapsed(inner_of(dev), from, to, ns, error);
+}
+
 static tp_status fault_event_query(tp_device *dev, tp_event event, bool *done,
                                    tp_error *error) {
     const tp_status status = fault_check(dev, FAULT_EVENT_QUERY, error);
@@ -206,6 +221,8 @@ static const tp_device_ops fault_ops = {
     .event_destroy = fault_event_destroy,
     .event_record = fault_event_record,
     .event_record_context = fault_event_record_context,
+    .event_create_timed = fault_event_create_timed,
+    .event_elapsed = fault_event_elapsed,
     .event_query = fault_event_query,
     .event_sync = fault_event_sync,
     .stream_wait = fault_stream_wait,

@@ -51,7 +51,9 @@ TEST(block_with_a_lost_marker_is_freed_behind_everything) {
     tp_op_begin(r.core, &op, &access, 1, r.streams[1]);
     rig_hold(&r, 1);
     rig_launch(&r, 1, a, 32 * TP_KIB, 1, true);
-    fault_device_arm(r.dev, &(fault_plan){.nth = 1, .calls = 1u << FAULT_EVENT_RECORD});
+    fault_device_arm(r.dev, &(fault_plan){.nth = 1,
+                                          .calls = 1u << FAULT_EVENT_RECORD,
+                                          .persistent = true}); /* the operator is timed too */
     tp_op_end(&op, NULL, 0, NULL);
     tp_op_fini(&op);
     EXPECT(fault_device_fired(r.dev));

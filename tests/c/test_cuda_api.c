@@ -110,7 +110,7 @@ SAME_VALUE(TP_CU_ATTRIBUTE_HOST_VIRTUAL_MEMORY,
 #define SAME_PROTOTYPE(name, params)                                                           \
     _Static_assert(__builtin_types_compatible_p(__typeof__(&(name)), CUresult(*) params),      \
                    #name);
-#if CUDA_VERSION >= 12050
+#if CUDA_VERSION >= 12080
 TP_CUDA_ENTRY_POINTS(SAME_PROTOTYPE, SAME_PROTOTYPE)
 #else
 #define NOT_IN_THIS_HEADER(name, params)

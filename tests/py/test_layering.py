@@ -14,7 +14,20 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 # Includes go down only.
 RANK = {"base": 0, "device": 1, "memory": 2, "pager": 3, "tp": 4, "bind": 5}
 # Policy: arithmetic over metadata, which no device can be reached from.
-PURE = {"suballoc", "budget", "trace", "plan", "plan_model", "victim"}
+PURE = {
+    "suballoc",
+    "budget",
+    "trace",
+    "plan",
+    "plan_model",
+    "victim",
+    "name",
+    "record",
+    "step",
+    "follow",
+    "period",
+    "steps",
+}
 FUNCTION_LINES = 80
 CONTROL = {"if", "for", "while", "switch", "catch"}
 

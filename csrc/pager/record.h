@@ -1,0 +1,122 @@
+/* record: the step that runs now, written down as it happens.
+ *
+ * One entry for each operator with operands of ours, one for each operand, one for each storage:
+ * those alive when the recording began, and those born since, in order of birth. A storage is
+ * found through its identity (memory/identity.h), never by searching. The arrays grow while
+ * the first step is recorded, up to the limits, and stay: afterwards nothing is allocated. A step
+ * that does not fit within the limits is not complete; the recording goes on with the next.
+ *
+ * Operators of the same name, phase and sizes of operands are alike: they share a class, which
+ * knows how long they take.
+ *
+ * Pure: no device. Expects the pager's lock. */
+#ifndef TP_PAGER_RECORD_H
+#define TP_PAGER_RECORD_H
+
+#include "memory/identity.h"
+#include "pager/trace.h"
+
+/* Where an operator stands; part of its kind. */
+typedef enum tp_phase { TP_PHASE_FORWARD, TP_PHASE_BACKWARD, TP_PHASE_OPTIMIZER } tp_phase;
+
+/* The kind of an operator: its name and its phase. */
+static inline uint32_t tp_op_kind(uint32_t name, tp_phase phase) {
+    return name | (uint32_t)phase << 16;
+}
+static inline uint32_t tp_kind_name(uint32_t kind) { return kind & 0xFFFFu; }
+static inline tp_phase tp_kind_phase(uint32_t kind) { return (tp_phase)(kind >> 16); }
+
+typedef struct tp_record_limits {
+    uint32_t ops, uses, storages;
+} tp_record_limits;
+
+typedef struct tp_record_op {
+    uint64_t began_ns;   /* of the host's clock */
+    uint64_t live_bytes; /* of all storages, when it began */
+    uint32_t kind;
+    uint32_t like; /* a hash of its kind and of its operands' sizes */
+    uint32_t
+        token; /* the same of its name and of those operands that have been alive for long */
+    uint32_t class_idx;
+    uint32_t use_begin, use_count; /* the operands it was announced with */
+    uint32_t stream;               /* a small number */
+} tp_record_op;
+
+typedef struct tp_record_use {
+    uint32_t op, storage;
+    bool reads, writes;
+} tp_record_use;
+
+typedef struct tp_record_storage {
+    tp_identity *owner; /* NULL: freed */
+    uint64_t bytes;
+    /* As in tp_trace_block; born TP_NO_OP: alive before; dead TP_NO_OP: alive still. */
+    uint32_t born, dead;
+} tp_record_storage;
+
+typedef struct tp_op_class {
+    uint32_t like; /* 0: a free place */
+    uint32_t sample_count;
+    uint64_t device_ns; /* estimated from the samples */
+    uint64_t bytes;     /* of the operands */
+} tp_op_class;
+
+enum { TP_CLASSES = 8192 };
+
+typedef struct tp_record {
+    tp_record_limits limits;
+    tp_record_op *ops;
+    tp_record_use *uses;
+    tp_record_storage *storages;
+    uint32_t op_count, op_capacity;
+    uint32_t use_count, use_capacity;
+    uint32_t storage_count, storage_capacity;
+    uint32_t open_count;  /* operators in progress, of this recording or an earlier one */
+    uint64_t number;      /* of this recording; 0: nothing is recorded */
+    uint64_t first;       /* number of the first recording since tp_record_start */
+    uint64_t ops_before;  /* operators of earlier recordings */
+    uint64_t live_bytes;  /* now */
+    uint64_t moved_bytes; /* of all operands: by how much steps differ */
+    uint64_t serial;      /* given last */
+    bool partial;         /* it began in the middle of a step */
+    bool overflown;       /* the step does not fit */
+    tp_link known;        /* identities of all live blocks */
+    tp_op_class *classes; /* TP_CLASSES of them; [0] is everybody else's */
+    uint32_t class_count;
+} tp_record;
+
+/* Nothing is allocated before tp_record_start. */
+void tp_record_init(tp_record *record, const tp_record_limits *limits);
+void tp_record_fini(tp_record *record);
+
+/* Begins to record in the middle of a step; who calls it then tells of every live block with
+ * tp_record_born. False, and nothing recorded: host memory is short. */
+bool tp_record_start(tp_record *record);
+/* Forgets every block, and the recording. What is known of times stays. */
+void tp_record_stop(tp_record *record);
+static inline bool tp_record_on(const tp_record *record) { return record->number != 0; }
+/* The step has ended; the next one is recorded, over the arrays of the last. O(live blocks). */
+void tp_record_next(tp_record *record);
+
+/* A block. While nothing is recorded: nothing happens. */
+void tp_record_born(tp_record *record, tp_identity *identity, uint64_t bytes);
+void tp_record_freed(tp_record *record, tp_identity *identity);
+
+/* An operator: begin, its operands, ready, all without dropping the lock; when it has been
+ * launched, its results and then end. begin: false, and nothing recorded, when the step does
+ * not fit. */
+bool tp_record_op_begin(tp_record *record, uint32_t kind, uint32_t stream, uint64_t now_ns);
+void tp_record_operand(tp_record *record, tp_identity *identity, bool write);
+/* The operator, as far as it is known now. */
+tp_record_op *tp_record_op_ready(tp_record *record);
+/* `op` is its number in the recording, of which it must be. */
+void tp_record_result(tp_record *record, uint32_t op, tp_identity *identity);
+/* `number`: of the recording that it began in. */
+void tp_record_op_end(tp_record *record, uint64_t number);
+
+/* An operator of that class took so long on the device. */
+void tp_record_sample(tp_record *record, uint32_t class_idx, uint64_t device_ns);
+/* What one of them takes: measured, or else as long as its operands take at 1 TB/s. */
+uint64_t tp_record_class_ns(const tp_record *record, uint32_t class_idx);
+
+#endif
