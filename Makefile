@@ -3,6 +3,7 @@
 #   PYTHON   the interpreter that makes .venv, and that runs test-gpu and bench on a GPU machine
 #   TORCH    what pip installs as torch, for example TORCH=torch==2.13.0
 #   VENV     where it goes
+#   *_ARGS   more arguments for what a target runs
 
 PYTHON ?= python3
 TORCH ?= torch
@@ -11,6 +12,8 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 REPLAY_ARGS ?=
+MECHANISMS ?=
+JUDGE_ARGS ?=
 
 CLANG_FORMAT_VERSION = 20.1.8
 PTX_ARCHS = sm_75 sm_80 sm_90
@@ -26,8 +29,9 @@ IN_PLACE = PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long bench replay fault stress asan tsan \
-        lint format types cover docs ptx check clean
+.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long test-gpu-ops bench replay \
+        judge judge-tenth fault stress asan tsan mechanisms lint format types cover docs ptx check \
+        clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -69,11 +73,27 @@ test-gpu-long: ## there too: the 16-layer GPT at 75, 50 and 40%, five models at 
 	$(IN_PLACE) timeout --signal=INT --kill-after=30 470 \
 	    $(PYTHON) -X faulthandler -m pytest tests/gpu -m long $(PYTEST_ARGS)
 
+test-gpu-ops: ## there too: PyTorch's operator samples, 7 minutes of them; run it again for the rest
+	$(PYTHON) setup.py --quiet build_ext --inplace
+	$(IN_PLACE) $(PYTHON) tests/judge/operators.py --device cuda --seconds 400 $(JUDGE_ARGS) || [ $$? -eq 3 ]
+
+judge: build ## the whole of PyTorch's operator samples and of gpytorch's tests, under paging; half an hour
+	$(PY) tests/judge/operators.py $(JUDGE_ARGS)
+	$(PY) tests/judge/foreign_suite.py --strict $(JUDGE_ARGS)
+
+judge-tenth: build ## a tenth of both, chosen by a seed
+	$(PY) tests/judge/operators.py --share 10 --results build/judge/operators-tenth.jsonl $(JUDGE_ARGS)
+	$(PY) tests/judge/foreign_suite.py --share 10 $(JUDGE_ARGS)
+
 bench: ## overhead without pressure; on a GPU also the 16-layer GPT. Prints ratios
 	$(IN_PLACE) timeout 470 $(if $(wildcard $(PY)),$(PY),$(PYTHON)) benchmarks/overhead.py $(BENCH_ARGS)
 
 replay: build ## recorded traces under a virtual clock: what plans make of them; build/replay.json
 	$(PY) benchmarks/replay.py --check benchmarks/results/replay.json $(REPLAY_ARGS)
+
+mechanisms: build ## each mechanism taken away in turn: which test misses it
+	+@$(MAKE) -C tests/c all
+	$(PY) tests/mechanisms.py $(MECHANISMS)
 
 fault: ## every public C call, with the 1st, 2nd, 3rd ... device call failing
 	$(MAKE) -C tests/c fault

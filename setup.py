@@ -39,7 +39,12 @@ CORE_BIND = (
     "step_py.c",
     "torch_entry.c",
 )
-CPU_SOURCES = ("torch_hook.cpp", "torch_announced.cpp", "torch_cpu.cpp")
+CPU_SOURCES = (
+    "torch_hook.cpp",
+    "torch_collectives.cpp",
+    "torch_announced.cpp",
+    "torch_cpu.cpp",
+)
 CUDA_SOURCES = ("torch_cuda.cpp",)
 
 # Virtual functions of the allocator interface, by whether every supported torch has them. A

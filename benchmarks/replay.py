@@ -3,22 +3,23 @@
     make replay
     python benchmarks/replay.py [TRACE...] [--budgets 0.9 0.5] [--jitter 0.2] [--check FILE]
 
-Each trace is taken through twice at each budget.
+Each trace is taken through three times at each budget.
 
-*On demand*: through the real pager and the simulated device (csrc/bind/replay.c), as the
-operator hook would, for six rounds, of which the last three are averaged. Frames have no
-contents, so peaks of 36 GiB fit anywhere; the pager has no thread, what it does is done while
-the host waits; time is the device's. The host may be 1,000 operators ahead. Launching, mapping
-and host memory cost nothing. Operators over operands in HOST take at least as long as the link
-needs for them, and copies stand still meanwhile. The recording's small storages (below 2 MiB)
-live in PyTorch's own allocator: their peak is taken off the budget.
+*On demand* and *planned*: through the real pager, its recorder, planner and executor, and the
+simulated device (csrc/bind/replay.c), as the operator hook would, for eight rounds, of which
+the last three are averaged. Frames have no contents, so peaks of 36 GiB fit anywhere; the pager
+has no thread, what it does is done while the host waits; time is the device's. The host may be
+1,000 operators ahead. Launching, mapping, planning and host memory cost nothing. Operators over
+operands in HOST take at least as long as the link needs for them, and copies stand still
+meanwhile; what the kernels of a matrix product would lose there beyond that is not known here.
+The recording's small storages (below 2 MiB) live in PyTorch's own allocator: their peak is
+taken off the budget.
 
-*Planned*: the planner (csrc/pager/plan.c) is real; what carries the plan out is an event
-simulation of one compute stream and one copy at a time in each direction, because the pager
-does not carry out plans yet. So these figures say what the plans are worth, not what
-torchpager takes.
+*Simulated*: the planner (csrc/pager/plan.c) is given the trace itself, and an event simulation
+of one compute stream and one copy at a time in each direction carries its plan out. So these
+figures say what the plans are worth, not what torchpager takes.
 
-In both the link carries 55 GB/s alone, 101 GB/s both ways together.
+Everywhere the link carries 55 GB/s alone, 101 GB/s both ways together.
 
 At last each trace goes through the pager once more, at half its peak, with all sizes divided
 by 256 and with contents: every operator checks what its operands hold and writes something
@@ -36,8 +37,8 @@ second time is counted. So each length has been seen before, and none is known i
 
 It prints, for each trace and budget, step time over native and over the bound by linear
 programming (benchmarks/traces/README.md), bytes in each direction, misses, and how many
-operators waited for memory; and writes them to build/replay.json, on demand as ``demand_...``.
-Everything is deterministic.
+operators waited for memory; and writes them to build/replay.json, those of the pager as
+``demand_...`` and ``pager_...``. Everything is deterministic.
 """
 
 import argparse
@@ -63,15 +64,20 @@ BUDGETS = (0.9, 0.8, 0.67, 0.5, 0.35, 0.25)
 STEPS = 3
 # Through the pager: rounds, how many of them, the last ones, count, and how many operators the
 # host may be ahead of the device.
-ROUNDS = 6
+ROUNDS = 8
 COUNTED = 3
 RUN_AHEAD = 1000
 # Where contents are checked: what sizes are divided by, rounds, and the share of the peak.
 SHRINK = 256
-CHECKED_ROUNDS = 2
+CHECKED_ROUNDS = 3
 CHECKED_SHARE = 0.5
 GRANULARITY = 2 << 20
 EXTENT_MAX = 64 << 20
+FIGURES = (
+    ("demand_ms", "on demand"),
+    ("pager_ms", "planned"),
+    ("step_ms", "simulated"),
+)
 # A figure that got worse by more than this fails --check.
 TOLERANCE = 0.02
 
@@ -551,6 +557,7 @@ def through_pager(
     rounds: int = ROUNDS,
     counted: int = COUNTED,
     payload: bool = False,
+    planning: bool = False,
 ) -> tuple[Outcome, int]:
     """Take steps, one after the other and over again, through the pager.
 
@@ -571,6 +578,7 @@ def through_pager(
         link_both_bytes_per_s=round(link.both / shrink),
         run_ahead_ops=RUN_AHEAD,
         payload=payload,
+        planning=planning,
     )
     last, before = rows[-1], rows[-1 - counted * len(steps)]
     took = {name: last[name] - before[name] for name in last}
@@ -591,20 +599,20 @@ def steps_of(trace: Trace) -> tuple[Step, ...]:
     return steps if len(step.operators) > len(steps[-1].operators) else (step,)
 
 
-def on_demand(steps: Sequence[Step], budget: int) -> dict:
-    """Page steps without a plan; return columns of a row."""
+def pager_columns(kind: str, steps: Sequence[Step], budget: int, *, planning: bool) -> dict:
+    """Take steps through the pager; return columns of a row, named after ``kind``."""
     try:
-        outcome, wrong = through_pager(steps, budget)
+        outcome, wrong = through_pager(steps, budget, planning=planning)
     except _core.CoreError as error:
-        return {"demand_ms": None, "demand_reason": str(error)}
+        return {f"{kind}_ms": None, f"{kind}_reason": str(error)}
     assert wrong == 0, "an operand was not mapped"
     return {
-        "demand_ms": round(outcome.step_ms, 3),
-        "demand_in_bytes": outcome.in_bytes,
-        "demand_out_bytes": outcome.out_bytes,
-        "demand_misses": outcome.misses,
-        "demand_host_waits": outcome.host_waits,
-        "demand_held_bytes": outcome.peak_bytes,
+        f"{kind}_ms": round(outcome.step_ms, 3),
+        f"{kind}_in_bytes": outcome.in_bytes,
+        f"{kind}_out_bytes": outcome.out_bytes,
+        f"{kind}_misses": outcome.misses,
+        f"{kind}_host_waits": outcome.host_waits,
+        f"{kind}_held_bytes": outcome.peak_bytes,
     }
 
 
@@ -623,7 +631,9 @@ def row_of(trace: Trace, share: float, bounds: dict, jitter: float) -> dict:
         "step_ms": None,
         "in_bytes": None,
         "out_bytes": None,
-    } | on_demand(steps, budget)
+    }
+    row |= pager_columns("demand", steps, budget, planning=False)
+    row |= pager_columns("pager", steps, budget, planning=True)
     try:
         plans = [make_plan(each, budget) for each in steps]
     except _core.CoreError as error:
@@ -644,23 +654,22 @@ def row_of(trace: Trace, share: float, bounds: dict, jitter: float) -> dict:
 
 
 def line_of(row: dict) -> str:
-    """Format a row for people: on demand, and planned."""
-    head = f"{row['trace']:16} {row['budget']:>5.0%}"
-    if row["demand_ms"] is None:
-        demand = f"  does not fit: {row['demand_reason']}"
-    else:
-        demand = figures_of(row, "demand_", row["demand_ms"])
-    if row["step_ms"] is None:
-        return f"{head}{demand} |  does not fit: {row['reason']}"
-    return f"{head}{demand} |{figures_of(row, '', row['step_ms'])}"
+    """Format a row for people: on demand, planned, and by the event simulation."""
+    parts = [f"{row['trace']:16} {row['budget']:>5.0%}"]
+    for kind, figure in (("demand_", "demand_ms"), ("pager_", "pager_ms"), ("", "step_ms")):
+        if row[figure] is None:
+            parts.append(f"does not fit: {row[kind + 'reason']}")
+        else:
+            parts.append(figures_of(row, kind, row[figure]))
+    return " | ".join(parts)
 
 
 def figures_of(row: dict, kind: str, step_ms: float) -> str:
-    bound = f"{step_ms / row['roof_ms']:7.3f}" if row["roof_ms"] else f"{'-':>7}"
+    bound = f"{step_ms / row['roof_ms']:6.3f}" if row["roof_ms"] else f"{'-':>6}"
     return (
-        f" {step_ms:8.1f} {step_ms / row['native_ms']:7.2f} {bound}"
-        f" {row[kind + 'in_bytes'] / 1e9:6.1f} {row[kind + 'out_bytes'] / 1e9:6.1f}"
-        f" {row[kind + 'misses']:6} {row[kind + 'host_waits']:6}"
+        f"{step_ms:7.1f} {step_ms / row['native_ms']:5.2f} {bound}"
+        f" {row[kind + 'in_bytes'] / 1e9:5.1f} {row[kind + 'out_bytes'] / 1e9:5.1f}"
+        f" {row[kind + 'misses']:4} {row[kind + 'host_waits']:4}"
     )
 
 
@@ -672,7 +681,7 @@ def regressions(rows: list[dict], path: str) -> list[str]:
     found = []
     for row in rows:
         old = before.get((row["trace"], row["budget"]), {})
-        for figure, kind in (("step_ms", "planned"), ("demand_ms", "on demand")):
+        for figure, kind in FIGURES:
             if old.get(figure) is None:
                 continue
             if row[figure] is None or row[figure] > old[figure] * (1 + TOLERANCE):
@@ -692,6 +701,7 @@ def wrong_contents(names: Sequence[str]) -> list[str]:
             rounds=CHECKED_ROUNDS,
             counted=1,
             payload=True,
+            planning=True,
         )
         if wrong:
             found.append(f"{name}: {wrong} operands held something wrong")
@@ -721,12 +731,10 @@ def main() -> int:
     options = parser.parse_args()
     bounds = json.loads((TRACES / "bounds.json").read_text())
     names = options.traces or [key.removesuffix("+chunk") for key in bounds]
-    columns_text = (
-        f" {'step ms':>8} {'/native':>7} {'/bound':>7}"
-        f" {'GB in':>6} {'GB out':>6} {'misses':>6} {'waits':>6}"
-    )
-    print(f"{'':22} {'on demand, through the pager':55} | planned, by an event simulation")
-    print(f"{'trace':16} {'budget':>5}{columns_text} |{columns_text}")
+    text = f"{'ms':>7} {'/nat':>5} {'/bound':>6} {'GB in':>5} {'out':>5} {'miss':>4} wait"
+    heads = ("on demand", "planned, through the pager", "plans, simulated")
+    print(" | ".join([f"{'':22}", *(f"{each:{len(text)}}" for each in heads)]))
+    print(" | ".join([f"{'trace':16} {'budget':>5}", *[text] * 3]))
     rows = []
     for name in names:
         trace = torchpager.load_trace(TRACES / f"{name}.trace.gz")

@@ -115,6 +115,13 @@ tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error) {
     return status;
 }
 
+void tp_core_set_planning(tp_core *core, bool planning) {
+    tp_pager *pager = enter(core);
+    pager->plans.off = !planning;
+    if (!planning) tp_executor_stop(pager);
+    leave(pager);
+}
+
 void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks) {
     tp_pager *pager = enter(core);
     pager->hooks = *hooks;
@@ -263,6 +270,7 @@ void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t cou
         (void)tp_resize_evict_all(pager);
     }
     tp_learn_begin(pager, op, accesses, count, stream);
+    if (op->record != 0) tp_executor_begin(pager);
     tp_access_begin(pager, op, accesses, count, stream);
     tp_learn_started(pager, op);
     leave(pager);
@@ -279,10 +287,29 @@ void tp_op_adopt(tp_op *op, tp_addr addr) {
 }
 
 void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *parent) {
+    const bool detached = op->detached;
     tp_pager *pager = enter(op->core);
     tp_learn_end(pager, op, outputs, output_count);
     tp_access_end(pager, op, outputs, output_count, parent);
-    tp_pager_catch_up(pager);
+    if (!detached) tp_executor_launched(pager);
+    if (!detached) tp_pager_catch_up(pager);
+    if (detached) {
+        /* Perhaps on a thread that waits in a function of ours: its regions go on standing. */
+        tp_lock_drop(&pager->lock);
+    } else {
+        leave(pager);
+    }
+}
+
+void tp_op_detach(tp_op *op, tp_op *parent) {
+    tp_pager *pager = enter(op->core);
+    tp_access_detach(pager, op, parent);
+    leave(pager);
+}
+
+void tp_op_export(tp_op *op) {
+    tp_pager *pager = enter(op->core);
+    tp_access_export_operands(pager, op);
     leave(pager);
 }
 
@@ -408,6 +435,14 @@ void tp_capture_end(tp_core *core) {
     leave(pager);
 }
 
+bool tp_capturing(tp_core *core) {
+    tp_pager *pager = &core->pager;
+    tp_lock_take(&pager->lock);
+    const bool capturing = pager->capture_depth > 0;
+    tp_lock_drop(&pager->lock);
+    return capturing;
+}
+
 tp_status tp_pin(tp_core *core, tp_addr addr, tp_oom *oom, tp_error *error) {
     tp_pager *pager = enter(core);
     const tp_status status = tp_access_pin(pager, addr, error);
@@ -492,15 +527,15 @@ void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
     }
     if (totals) {
         tp_tally *const tallies[] = {
-            &stats->fills,         &stats->write_backs,  &stats->evictions,
-            &stats->misses,        &stats->stalls,       &stats->host_operators,
-            &stats->memory_stalls, &stats->discards,     &stats->unseen_writes,
-            &stats->unproven,      &stats->fingerprints, &stats->frame_creates,
-            &stats->frame_releases};
+            &stats->fills,          &stats->write_backs,  &stats->evictions,
+            &stats->misses,         &stats->stalls,       &stats->host_operators,
+            &stats->memory_stalls,  &stats->discards,     &stats->unseen_writes,
+            &stats->unproven,       &stats->fingerprints, &stats->frame_creates,
+            &stats->frame_releases, &stats->plans};
         for (size_t i = 0; i < sizeof tallies / sizeof tallies[0]; i++)
             *tallies[i] = (tp_tally){0};
         stats->alloc_count = stats->free_count = stats->cache_hits = 0;
-        stats->born_in_host = stats->ooms = 0;
+        stats->born_in_host = stats->ooms = stats->planned_ops = 0;
         stats->region_count = stats->region_waits = 0;
     }
     leave(pager);

@@ -60,6 +60,9 @@ TP_API void tp_core_get_budget(tp_core *core, size_t *device_bytes, size_t *host
 /* Switches paging on or off. Off: brings back what fits of the blocks seen as operands (the rest stays
  * in HOST, readable), disarms, and all blocks count as unseen. May wait. */
 TP_API TP_MUST_USE tp_status tp_core_set_offload(tp_core *core, bool offload, tp_error *error);
+/* Whether plans are made and followed; they are, unless this says otherwise. Without them bytes move
+ * on demand. */
+TP_API void tp_core_set_planning(tp_core *core, bool planning);
 TP_API void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks);
 /* Makes room in the budget for `bytes` more of the foreign allocator: gives up cached frames, then
  * evicts, then tells it through foreign_cap. *granted_cap_bytes: what it may hold now. May wait. */
@@ -102,6 +105,13 @@ TP_API void tp_op_adopt(tp_op *op, tp_addr addr);
 /* The operator has been launched: records last-use markers, unpins. `outputs` are marked as seen.
  * Blocks adopted pass to `parent` (nullable). Never waits. */
 TP_API void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *parent);
+
+/* The operator has returned, but its work goes on, on threads and streams we know nothing of, until
+ * tp_op_end, which any thread may call: its operands, and what it adopted, stay pinned. What it adopted
+ * also stays so until `parent` (nullable) ends. */
+TP_API void tp_op_detach(tp_op *op, tp_op *parent);
+/* Nobody will tell when its work is done: its operands become immovable, as by tp_export. May wait. */
+TP_API void tp_op_export(tp_op *op);
 
 /* Frees what the struct itself owns. */
 TP_API void tp_op_fini(tp_op *op);
@@ -146,6 +156,7 @@ TP_API void tp_region_unlift(tp_core *core);
 /* A stream capture begins or ends somewhere in the process. */
 TP_API void tp_capture_begin(tp_core *core);
 TP_API void tp_capture_end(tp_core *core);
+TP_API bool tp_capturing(tp_core *core);
 
 /* Makes the block resident and immovable. TP_OUT_OF_MEMORY when the budget cannot hold it.
  * Pins count. May wait. */

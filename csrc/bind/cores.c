@@ -38,8 +38,14 @@ bool tp_bind_holds_gil(void) {
     return state != NULL && state == current_thread_state();
 }
 
+void tp_bind_settle(void) {
+    const tp_bind_operators *operators = atomic_load(&operators_part);
+    if (operators != NULL) operators->settle();
+}
+
 static void *hook_wait_begin(void *ctx) {
     (void)ctx;
+    tp_bind_settle();
     return tp_bind_holds_gil() ? PyEval_SaveThread() : NULL;
 }
 
@@ -216,11 +222,18 @@ static tp_core *detach_sim(bool *alive) {
 
 bool tp_bind_close_sim(void) {
     bool alive;
+    tp_bind_settle(); /* works that are done let go of their tensors */
     pthread_mutex_lock(&cores_mutex);
     tp_core *core = detach_sim(&alive);
     pthread_mutex_unlock(&cores_mutex);
     if (core == NULL) return !alive;
     hook_arm(&slots[TP_SLOT_SIM], TP_ARM_OFF);
+    const tp_bind_operators *operators = atomic_load(&operators_part);
+    if (operators != NULL) {
+        void *token = hook_wait_begin(NULL);
+        operators->forget(core);
+        hook_wait_end(NULL, token);
+    }
     tp_core_destroy(core);
     return true;
 }

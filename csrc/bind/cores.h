@@ -31,6 +31,10 @@ typedef struct tp_bind_operators {
     /* A block was born, pinned, while one is. */
     void (*on_alloc)(tp_core *core, tp_addr addr, tp_stream stream);
     void (*arm)(int slot, tp_arming level); /* tp_hooks.arm */
+    /* Ends the operators whose work is done; before every wait, and before an eviction that was
+     * asked for. Also without the GIL. */
+    void (*settle)(void);
+    void (*forget)(tp_core *core); /* it is about to be destroyed. Without the GIL */
 } tp_bind_operators;
 
 /* The framework's own allocator on a device, which shares the core's budget (tp_hooks). */
@@ -65,6 +69,9 @@ bool tp_bind_close_sim(void);
  * operator. */
 TP_API TP_MUST_USE tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream,
                                            tp_addr *out, tp_oom *oom, tp_error *error);
+
+/* tp_bind_operators.settle, if there is a hook. */
+void tp_bind_settle(void);
 
 /* True if this thread holds the GIL of a running interpreter. */
 bool tp_bind_holds_gil(void);

@@ -387,6 +387,17 @@ static PyObject *core_set_offload(PyObject *module, PyObject *args) {
     return none_or_error(module, status, &error);
 }
 
+static PyObject *core_set_planning(PyObject *module, PyObject *args) {
+    int slot, planning;
+    if (!PyArg_ParseTuple(args, "ip", &slot, &planning)) return NULL;
+    tp_core *core = core_at(module, slot);
+    if (core == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    tp_core_set_planning(core, planning != 0);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyObject *core_empty_cache(PyObject *module, PyObject *args) {
     int slot;
     if (!PyArg_ParseTuple(args, "i", &slot)) return NULL;
@@ -565,6 +576,7 @@ static PyObject *core_evict(PyObject *module, PyObject *arg) {
     tp_error error = {0};
     tp_status status;
     Py_BEGIN_ALLOW_THREADS;
+    tp_bind_settle();
     status = tp_evict(core, addr, &error);
     Py_END_ALLOW_THREADS;
     return none_or_error(module, status, &error);
@@ -577,6 +589,7 @@ static PyObject *core_evict_all(PyObject *module, PyObject *args) {
     if (core == NULL) return NULL;
     size_t bytes;
     Py_BEGIN_ALLOW_THREADS;
+    tp_bind_settle();
     bytes = tp_evict_all(core);
     Py_END_ALLOW_THREADS;
     return PyLong_FromSize_t(bytes);
@@ -632,6 +645,8 @@ static int put_tallies(PyObject *dict, const tp_stats *stats) {
     bad |= put_tally(dict, "unseen_writes", &stats->unseen_writes);
     bad |= put_tally(dict, "unproven", &stats->unproven);
     bad |= put_tally(dict, "fingerprints", &stats->fingerprints);
+    bad |= put_tally(dict, "plans", &stats->plans);
+    bad |= put_u64(dict, "planned_ops", stats->planned_ops);
     bad |= put_tally(dict, "discards", &stats->discards);
     bad |= put_tally(dict, "frame_creates", &stats->frame_creates);
     bad |= put_tally(dict, "frame_releases", &stats->frame_releases);
@@ -807,6 +822,7 @@ static PyMethodDef methods[] = {
     {"set_budget", core_set_budget, METH_VARARGS, NULL},
     {"get_budget", core_get_budget, METH_VARARGS, NULL},
     {"set_offload", core_set_offload, METH_VARARGS, NULL},
+    {"set_planning", core_set_planning, METH_VARARGS, NULL},
     {"empty_cache", core_empty_cache, METH_VARARGS, NULL},
     {"owns", core_owns, METH_O, NULL},
     {"block", core_block, METH_O, NULL},

@@ -405,7 +405,9 @@ static tp_status core_open(replay *r, tp_error *error) {
                               .no_thread = true,
                               .hooks = {.arm = arm}};
     status = tp_core_create(&config, r->dev, &r->core, error);
-    return status == TP_OK ? tp_sim_stream_create(r->dev, &r->stream, error) : status;
+    if (status != TP_OK) return status;
+    tp_core_set_planning(r->core, options->planning);
+    return tp_sim_stream_create(r->dev, &r->stream, error);
 }
 
 tp_status tp_replay(const tp_replay_step *steps, const uint32_t *order, uint32_t count,

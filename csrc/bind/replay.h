@@ -26,6 +26,7 @@ typedef struct tp_replay_options {
     uint32_t lasting_count; /* blocks, the first ones, that are the same in all kinds of step */
     uint32_t run_ahead_ops; /* how many operators may be launched and not ended; 0: no limit */
     bool payload;
+    bool planning; /* else it is paged on demand throughout */
 } tp_replay_options;
 
 /* Since the beginning, when a step has ended: its last kernel on the device, its last operator

@@ -132,15 +132,16 @@ void *tp_bind_replay(void *args, void *kwargs, tp_error *error) {
                             "link_both_bytes_per_s",
                             "run_ahead_ops",
                             "payload",
+                            "planning",
                             NULL};
     PyObject *steps, *order;
     unsigned int lasting, run_ahead;
     unsigned long long budget, granularity, extent_max, alone, both;
-    int payload;
+    int payload, planning;
     if (!PyArg_ParseTupleAndKeywords((PyObject *)args, (PyObject *)kwargs,
-                                     "$O!SIKKKKKIp:replay", names, &PyList_Type, &steps, &order,
-                                     &lasting, &budget, &granularity, &extent_max, &alone,
-                                     &both, &run_ahead, &payload))
+                                     "$O!SIKKKKKIpp:replay", names, &PyList_Type, &steps,
+                                     &order, &lasting, &budget, &granularity, &extent_max,
+                                     &alone, &both, &run_ahead, &payload, &planning))
         return NULL;
     const tp_replay_options options = {.budget_bytes = budget,
                                        .granularity_bytes = granularity,
@@ -149,7 +150,8 @@ void *tp_bind_replay(void *args, void *kwargs, tp_error *error) {
                                        .link_both_bytes_per_s = both,
                                        .lasting_count = lasting,
                                        .run_ahead_ops = run_ahead,
-                                       .payload = payload != 0};
+                                       .payload = payload != 0,
+                                       .planning = planning != 0};
     if (granularity == 0) {
         PyErr_SetString(PyExc_ValueError, "a granularity of 0 bytes");
         return NULL;

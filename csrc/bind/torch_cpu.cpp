@@ -13,6 +13,7 @@
 #include <pthread.h>
 
 #include "bind/torch_announced.h"
+#include "bind/torch_collectives.h"
 #include "bind/torch_hook.h"
 
 namespace torchpager {
@@ -224,6 +225,13 @@ PyObject *cpu_hook_forced(PyObject *, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
+PyObject *cpu_defer_collectives(PyObject *, PyObject *arg) {
+    const long change = PyLong_AsLong(arg);
+    if (change == -1 && PyErr_Occurred()) return nullptr;
+    collectives_defer(change < 0 ? -1 : 1);
+    Py_RETURN_NONE;
+}
+
 PyObject *cpu_hook_watches(PyObject *, PyObject *) { return PyBool_FromLong(hook_watches()); }
 
 PyMethodDef methods[] = {
@@ -238,6 +246,7 @@ PyMethodDef methods[] = {
     {"is_door_storage", cpu_is_door_storage, METH_O, nullptr},
     {"hook_calls", cpu_hook_calls, METH_NOARGS, nullptr},
     {"hook_forced", cpu_hook_forced, METH_O, nullptr},
+    {"defer_collectives", cpu_defer_collectives, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

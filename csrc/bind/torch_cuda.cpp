@@ -24,6 +24,7 @@
 
 #include "base/bytes.h"
 #include "bind/torch_entry.h"
+#include "bind/torch_history.h"
 
 namespace torchpager {
 namespace {
@@ -45,10 +46,32 @@ std::atomic<c10::DeleterFnPtr> native_deleter{nullptr};
 
 cca::CUDAAllocator *native() { return native_allocator.load(std::memory_order_acquire); }
 
+History &history() {
+    static auto *instance = new History; /* blocks are freed until the process ends */
+    return *instance;
+}
+
+void write_down_free(tp_core *core, const void *ptr) noexcept {
+    try {
+        tp_block_info info;
+        if (!tp_block_query(core, addr_of(ptr), &info)) return;
+        int slot = 0;
+        while (slot < TP_SLOT_MAX && tp_core_at(slot) != core) slot++;
+        history().freed(slot, ptr, info.bytes, info.stream, native()->getUserMetadata());
+    } catch (...) {
+        /* Out of host memory, or Python is gone: an entry less. */
+    }
+}
+
+void our_free(tp_core *core, void *ptr) {
+    if (C10_UNLIKELY(history().enabled())) write_down_free(core, ptr);
+    tp_free(core, addr_of(ptr));
+}
+
 void door_delete(void *ptr) {
     tp_core *core = tp_core_owning(addr_of(ptr));
     if (core != nullptr) {
-        tp_free(core, addr_of(ptr));
+        our_free(core, ptr);
     } else {
         native_deleter.load(std::memory_order_relaxed)(ptr);
     }
@@ -337,9 +360,43 @@ void capture_end() {
 
 /* ---- the allocator ----------------------------------------------------------------------- */
 
+void write_down_alloc(tp_core *core, int device, const void *ptr,
+                      cudaStream_t stream) noexcept {
+    try {
+        tp_block_info info;
+        if (!tp_block_query(core, addr_of(ptr), &info)) return;
+        history().allocated(device, ptr, info.bytes, stream, native()->getUserMetadata());
+    } catch (...) {
+        /* Out of host memory: an entry less. */
+    }
+}
+
+/* Whom PyTorch tells that an allocation failed for good, as memory snapshots want to know. */
+std::mutex observers_mutex; /* protects what follows */
+std::vector<cca::OutOfMemoryObserver> oom_observers;
+
+void tell_observers(int device, size_t bytes) {
+    std::vector<cca::OutOfMemoryObserver> observers;
+    {
+        const std::lock_guard<std::mutex> guard(observers_mutex);
+        observers = oom_observers;
+    }
+    if (observers.empty()) return;
+    const auto [free_bytes, total_bytes] =
+        native()->getMemoryInfo(static_cast<c10::DeviceIndex>(device));
+    for (const auto &observer : observers) observer(device, bytes, total_bytes, free_bytes);
+}
+
 void *our_alloc(tp_core *core, int device, size_t bytes, cudaStream_t stream) {
-    void *ptr = alloc_or_throw(core, device, bytes, static_cast<tp_stream>(stream));
+    void *ptr = nullptr;
+    try {
+        ptr = alloc_or_throw(core, device, bytes, static_cast<tp_stream>(stream));
+    } catch (const c10::OutOfMemoryError &) {
+        tell_observers(device, bytes);
+        throw;
+    }
     state_of(device).bytes_ever.fetch_add(bytes, std::memory_order_relaxed);
+    if (C10_UNLIKELY(history().enabled())) write_down_alloc(core, device, ptr, stream);
     return ptr;
 }
 
@@ -421,6 +478,8 @@ void append_segment(void *ctx, const tp_block_info *info) {
     block.requested_size = info->requested_bytes;
     block.allocated = true;
     block.active = true;
+    block.context_when_allocated = history().context_of(info->addr);
+    segment.context_when_allocated = block.context_when_allocated;
     segment.blocks.push_back(std::move(block));
     segments->push_back(std::move(segment));
 }
@@ -516,7 +575,7 @@ class CudaDoor final : public cca::CUDAAllocator {
     void raw_delete(void *ptr) override {
         tp_core *core = tp_core_owning(addr_of(ptr));
         if (core != nullptr) {
-            tp_free(core, addr_of(ptr));
+            our_free(core, ptr);
         } else {
             native()->raw_delete(ptr);
         }
@@ -566,7 +625,9 @@ class CudaDoor final : public cca::CUDAAllocator {
     }
     cca::SnapshotInfo snapshot(Pool pool = {0, 0}, bool include_traces = true) override {
         cca::SnapshotInfo info = native()->snapshot(pool, include_traces);
-        if (pool == Pool{0, 0}) append_our_segments(info.segments);
+        if (pool != Pool{0, 0}) return info;
+        append_our_segments(info.segments);
+        if (include_traces) history().merge_into(info.device_traces);
         return info;
     }
     void beginAllocateToPool(Device device, Pool pool, StreamFilter filter) override {
@@ -615,9 +676,10 @@ class CudaDoor final : public cca::CUDAAllocator {
         if (tp_core_owning(addr_of(ptr)) != nullptr) {
             throw c10::Error(
                 {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                "this tensor's memory belongs to torchpager, which cannot share it with "
-                "another process yet: allocate it outside torchpager's contexts, or "
-                "clone() it there");
+                "this tensor's memory belongs to torchpager, which moves it and so does not "
+                "share it with another process: make it outside torchpager's contexts, or "
+                "inside torch.cuda.use_mem_pool(), where clone() gives a copy that can be "
+                "shared");
         }
         return native()->shareIpcHandle(ptr);
     }
@@ -627,7 +689,7 @@ class CudaDoor final : public cca::CUDAAllocator {
     bool isHistoryEnabled() override { return native()->isHistoryEnabled(); }
 #ifdef TP_TORCH_HAS_getContextForPointer
     std::shared_ptr<c10::GatheredContext> getContextForPointer(const void *ptr) override {
-        if (tp_core_owning(addr_of(ptr)) != nullptr) return nullptr;
+        if (tp_core_owning(addr_of(ptr)) != nullptr) return history().context_of(addr_of(ptr));
         return native()->getContextForPointer(ptr);
     }
 #endif
@@ -636,6 +698,7 @@ class CudaDoor final : public cca::CUDAAllocator {
                        const std::vector<std::string> &skip_actions) override {
         native()->recordHistory(enabled, recorder, max_entries, when, clear_history,
                                 skip_actions);
+        history().record(enabled, recorder, max_entries, when, clear_history, skip_actions);
     }
     void
     recordAnnotation(const std::vector<std::pair<std::string, std::string>> &data) override {
@@ -658,6 +721,10 @@ class CudaDoor final : public cca::CUDAAllocator {
     }
 #endif
     void attachOutOfMemoryObserver(cca::OutOfMemoryObserver observer) override {
+        {
+            const std::lock_guard<std::mutex> guard(observers_mutex);
+            oom_observers.push_back(observer);
+        }
         native()->attachOutOfMemoryObserver(std::move(observer));
     }
 #ifdef TP_TORCH_HAS_attachOomRejectionObserver
@@ -848,6 +915,15 @@ cca::CUDAAllocator *native_or_current() {
     return wrapped != nullptr ? wrapped : cca::allocator.load();
 }
 
+/* The history may have been switched on or off while the door was out. */
+void follow_native_history() {
+    if (native()->isHistoryEnabled()) {
+        history().join();
+    } else if (history().enabled()) {
+        history().record(false, nullptr, 1, History::When::NEVER, true, {});
+    }
+}
+
 PyObject *cuda_install(PyObject *, PyObject *) {
     HANDLE_TH_ERRORS
     PyObject *cuda = PyImport_ImportModule("torch.cuda");
@@ -856,7 +932,9 @@ PyObject *cuda_install(PyObject *, PyObject *) {
     Py_DECREF(cuda);
     if (answer == nullptr) return nullptr;
     Py_DECREF(answer);
-    return none_or_runtime(install_door());
+    const std::string problem = install_door();
+    if (problem.empty()) follow_native_history();
+    return none_or_runtime(problem);
     END_HANDLE_TH_ERRORS
 }
 

@@ -39,6 +39,7 @@
 #include <vector>
 
 #include "bind/cores.h"
+#include "bind/torch_collectives.h"
 
 namespace torchpager {
 namespace {
@@ -139,6 +140,9 @@ const char *const kMakesEmpty[] = {"aten::empty",      "aten::empty_strided",
                                    "aten::empty_like", "aten::empty_permuted",
                                    "aten::new_empty",  "aten::new_empty_strided"};
 
+/* Of gloo's sends and receives only wait() says that they are done. */
+const char *const kPointToPoint[] = {"c10d::send", "c10d::recv_", "c10d::recv_any_source_"};
+
 /* Copies its input although its schema says "view". */
 const char *const kNotAView[] = {"aten::_sparse_broadcast_to"};
 
@@ -199,11 +203,13 @@ struct ArgumentUse {
 
 struct OperatorUse {
     size_t argument_count = 0, return_count = 0;
-    bool frame = true;    /* false: it calls others, or makes views; nothing to do */
-    bool exports = false; /* its kernels go on after it returned, or it reads by pointer what
-                             nothing else announces: operands stay where they are */
-    bool makes_empty = false;           /* see kMakesEmpty */
-    uint32_t name = 0;                  /* tp_op.name */
+    bool frame = true;        /* false: it calls others, or makes views; nothing to do */
+    bool exports = false;     /* it reads by pointer what nothing else announces: those operands
+                                become immovable */
+    bool collective = false;  /* its work goes on after it has returned */
+    bool waited_for = false;  /* and on CPU tensors is done only once the program has waited */
+    bool makes_empty = false; /* see kMakesEmpty */
+    uint32_t name = 0;        /* tp_op.name */
     std::vector<ArgumentUse> arguments; /* those that can hold tensors */
 };
 
@@ -289,13 +295,14 @@ OperatorUse describe(const c10::OperatorHandle &op) {
     }
     use.makes_empty = aten && listed(kMakesEmpty, name);
     if (aten && listed(kReadsNothing, name)) return use;
-    use.exports = starts_with(name, "c10d") || starts_with(name, "_c10d_functional");
+    use.collective = starts_with(name, "c10d::");
+    use.waited_for = use.collective && listed(kPointToPoint, name);
     const bool all_written = aten ? listed(kWritesUnannotated, name) : !declares_writes(schema);
     const auto &arguments = schema.arguments();
     for (uint32_t idx = 0; idx < arguments.size(); idx++) {
         if (holds_no_tensor(*arguments[idx].type())) continue;
         use.arguments.push_back(
-            {idx, all_written || use.exports || is_written(arguments[idx])});
+            {idx, all_written || use.collective || is_written(arguments[idx])});
     }
     return use;
 }
@@ -348,6 +355,7 @@ struct Frame {
     pthread_t id{};           /* of it */
     size_t return_count = 0;
     bool results_empty = false;
+    bool collective = false, waited_for = false;
     uint32_t name = 0;     /* as in tp_op */
     bool backward = false; /* likewise */
     std::atomic<bool> ended{false};
@@ -853,6 +861,69 @@ void end_frame(Frame *frame, Thread *current, const std::vector<Operand> *output
     frame->ended.store(true, std::memory_order_release);
 }
 
+/* What a collective has returned says of its work. */
+struct Outcome {
+    bool known = false; /* false: nobody will tell when it is done */
+    CollectiveWork work;
+};
+
+template <class Values> Outcome outcome_of(const Frame *frame, const Values &values) {
+    Outcome outcome;
+    if (collectives_deferred()) return outcome;
+    for (size_t i = start_of_own(values, frame->return_count); i < values.size(); i++) {
+        outcome.known = outcome.known || collective_work(values[i], &outcome.work);
+    }
+    for (const CoreOp *op = &frame->first; op != nullptr; op = op->next.get()) {
+        if (op->core == nullptr) continue;
+        const bool on_cpu = op->core == tp_core_at(TP_SLOT_SIM);
+        if (tp_capturing(op->core) || (frame->waited_for && on_cpu)) outcome.known = false;
+    }
+    return outcome;
+}
+
+/* As end_frame; the operands stay pinned until the work is done. `ops` has room for them. */
+void end_collective(Frame *frame, Thread *current, const Outcome &outcome,
+                    std::vector<tp_op> &ops) {
+    current->pop(frame);
+    for (CoreOp *op = &frame->first; op != nullptr; op = op->next.get()) {
+        if (op->core == nullptr) continue;
+        CoreOp *parent = parent_of(*op, current->top());
+        if (parent != nullptr) parent->adopted_count += op->adopted_count;
+        if (!outcome.known) tp_op_export(&op->op);
+        tp_op_detach(&op->op, parent != nullptr ? &parent->op : nullptr);
+        const bool goes_on =
+            outcome.known && outcome.work.defined() && !collective_done(outcome.work, op->core);
+        if (goes_on) {
+            ops.push_back(op->op);
+            op->op = {};
+        } else {
+            tp_op_end(&op->op, nullptr, 0, nullptr);
+        }
+        op->core = nullptr;
+        op->adopted_count = 0;
+    }
+    frame->ended.store(true, std::memory_order_release);
+}
+
+/* For want of host memory: its operands become immovable instead. */
+void keep_collective(Frame *frame, Thread *current) noexcept {
+    std::vector<tp_op> none;
+    end_collective(frame, current, Outcome{}, none);
+}
+
+/* Throws only before anything has ended. Where host memory is short in the end, the operands stay
+ * pinned. */
+template <class Values>
+void end_collective(Frame *frame, Thread *current, const Values &values) {
+    const Outcome outcome = outcome_of(frame, values);
+    size_t count = 0;
+    for (CoreOp *op = &frame->first; op != nullptr; op = op->next.get()) count++;
+    std::vector<tp_op> ops;
+    ops.reserve(count);
+    end_collective(frame, current, outcome, ops);
+    if (!ops.empty()) collectives_hold(outcome.work, std::move(ops));
+}
+
 FrameContext::~FrameContext() {
     Frame *frame = frame_;
     Thread *current = this_thread(frame);
@@ -870,6 +941,8 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
         Frame *frame = thread->push();
         frame->return_count = use.return_count;
         frame->results_empty = use.makes_empty;
+        frame->collective = use.collective;
+        frame->waited_for = use.waited_for;
         frame->name = use.name;
         context.reset(new (frame) FrameContext(frame));
         for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
@@ -887,6 +960,7 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction &fn) {
     try {
         Thread *thread = this_thread();
         if (thread == nullptr) return nullptr;
+        collectives_settle(false);
         thread->known_since = full_since.load(std::memory_order_relaxed);
         bool nameless = false;
         const OperatorUse *use = thread->use_of(fn, &nameless);
@@ -949,8 +1023,16 @@ void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
         current->addresses.reserve(current->outputs.size());
         mark_others(frame, current->outputs);
         outputs = &current->outputs;
+        if (C10_UNLIKELY(frame->collective)) {
+            end_collective(frame, current, values);
+            return;
+        }
     } catch (...) {
         /* Out of host memory: the outputs stay unseen, which only keeps them resident. */
+    }
+    if (C10_UNLIKELY(frame->collective)) {
+        if (!frame->ended.load()) keep_collective(frame, current);
+        return;
     }
     end_frame(frame, current, outputs);
 }
@@ -1036,6 +1118,7 @@ void on_arm(int slot, tp_arming level) {
 tp_bind_place allocating() {
     if (disabled.load(std::memory_order_relaxed)) return TP_BIND_OUTSIDE;
     if (level_in_force.load(std::memory_order_relaxed) == TP_ARM_SAMPLE) start_burst();
+    collectives_settle(false);
     Thread *thread = this_thread();
     if (thread == nullptr) return TP_BIND_OUTSIDE;
     if (thread->top() != nullptr) return TP_BIND_OPERATOR;
@@ -1058,7 +1141,12 @@ void on_alloc(tp_core *core, tp_addr addr, tp_stream stream) {
     }
 }
 
-const tp_bind_operators operators_part = {allocating, on_alloc, on_arm};
+void settle() {
+    if (!disabled.load(std::memory_order_relaxed)) collectives_settle(true);
+}
+
+const tp_bind_operators operators_part = {allocating, on_alloc, on_arm, settle,
+                                          collectives_forget};
 
 } // namespace
 
@@ -1109,6 +1197,7 @@ HookCall::HookCall(unsigned mode, const std::vector<CallOperand> &operands) {
         }
         if ((mode & kCallHolds) != 0) {
             Frame *frame = thread->push();
+            frame->collective = false;
             frame_ = frame;
             for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
         }

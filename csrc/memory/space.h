@@ -39,13 +39,15 @@ typedef struct tp_extent {
     tp_extent_state state;
     tp_frame *device, *host;
     tp_frame
-        *mapped;  /* the frame the address maps now; NULL: nothing (strict mode, being born) */
-    bool busy;    /* its mapping is being changed, with the lock released */
-    bool held;    /* being prepared with the lock released: its block may not retire */
-    bool evict;   /* to be evicted as soon as the rules allow */
-    bool written; /* written while WRITING */
-    bool abandon; /* the fill's copy is to be forgotten */
-    bool guarded; /* its address is mapped read-only (tp_config.readonly_clean) */
+        *mapped; /* the frame the address maps now; NULL: nothing (strict mode, being born) */
+    bool busy;   /* its mapping is being changed, with the lock released */
+    bool held;   /* being prepared with the lock released: its block may not retire */
+    bool evict;  /* to be evicted as soon as the rules allow */
+    bool write_back;      /* to be written back, and stay */
+    bool leave;           /* the operator that begins next runs over it in HOST */
+    bool written;         /* written while WRITING */
+    bool abandon;         /* the fill's copy is to be forgotten */
+    bool guarded;         /* its address is mapped read-only (tp_config.readonly_clean) */
     tp_marker copy;       /* the copy in flight */
     bool copying;         /* it has not been seen complete */
     tp_marker decided;    /* context-wide, recorded after deciding to change the mapping */

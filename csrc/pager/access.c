@@ -48,9 +48,9 @@ static bool pin_holds(const struct tp_op_pin *pin) {
     return pin->block->generation == pin->generation && pin->block->life == TP_BLOCK_LIVE;
 }
 
-static void pin_drop(tp_pager *pager, const struct tp_op_pin *pin) {
+static void pin_drop(tp_pager *pager, const struct tp_op_pin *pin, bool detached) {
     /* An operator may end on another thread than it began on. */
-    if (tp_thread_pins > 0) tp_thread_pins--;
+    if (!detached && tp_thread_pins > 0) tp_thread_pins--;
     if (!pin_holds(pin)) return;
     TP_ASSERT(pin->block->op_pins > 0);
     pin->block->op_pins--;
@@ -80,7 +80,7 @@ static void cancel_evictions(tp_pager *pager, tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
         if (!extent->evict || extent->busy) continue;
-        extent->evict = false;
+        extent->evict = extent->write_back = false;
         const bool resting =
             extent->state == TP_EXTENT_DIRTY || extent->state == TP_EXTENT_CLEAN;
         if (resting && extent->place == 0) tp_list_remove(&extent->inflight);
@@ -158,7 +158,7 @@ static void pin_all(tp_pager *pager, tp_op *op, const tp_access *accesses, size_
 }
 
 static void unpin_all(tp_pager *pager, tp_op *op) {
-    for (uint32_t i = 0; i < op->pin_count; i++) pin_drop(pager, &op->pins[i]);
+    for (uint32_t i = 0; i < op->pin_count; i++) pin_drop(pager, &op->pins[i], false);
     op->pin_count = 0;
     tp_cond_broadcast(&pager->changed);
 }
@@ -172,6 +172,7 @@ static uint32_t own_pins(const tp_op *op, const tp_block *block) {
 }
 
 static void waiting(tp_pager *pager, tp_op *op, bool on) {
+    if (!TP_RULE(pager, TP_RULE_WAITING_PINS)) return;
     for (uint32_t i = 0; i < op->pin_count; i++) {
         if (!pin_holds(&op->pins[i])) continue;
         op->pins[i].block->waiting_pins += on ? 1u : UINT32_MAX;
@@ -187,6 +188,9 @@ static void start_fills(tp_pager *pager, tp_op *op, bool wait) {
         for (uint32_t k = 0; pin_holds(&pin) && k < pin.block->extent_count; k++) {
             tp_extent *extent = &pin.block->extents[k];
             if (extent->state != TP_EXTENT_HOST) continue;
+            const bool left = extent->leave && !tp_fill_queued(extent);
+            extent->leave = false;
+            if (left) continue;
             if (tp_fill_queued(extent)) {
                 tp_fill_hurry(pager, extent);
                 continue;
@@ -300,7 +304,7 @@ static void mark_written(tp_pager *pager, const tp_op *op) {
 }
 
 static bool capturing(tp_pager *pager, tp_stream stream) {
-    if (pager->capture_depth == 0) return false;
+    if (pager->capture_depth == 0 || !TP_RULE(pager, TP_RULE_CAPTURE)) return false;
     bool answer = true;
     if (pager->dev->ops->stream_capturing(pager->dev, stream, &answer, NULL) != TP_OK)
         return true;
@@ -311,6 +315,7 @@ void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size
                      tp_stream stream) {
     op->stream = stream;
     op->pin_count = 0;
+    op->detached = false;
     if (pager->abandoned) return;
     pin_all(pager, op, accesses, count, true);
     const operands seen = look(op);
@@ -361,8 +366,13 @@ typedef struct use_mark {
 
 /* Nobody waits for memory: nothing will be evicted soon, and a marker recorded then covers this
  * operator too. Else one that says exactly how far the block has been used. */
-static use_mark mark_of(tp_pager *pager, tp_stream stream) {
+static use_mark mark_of(tp_pager *pager, const tp_op *op) {
     use_mark mark = {{0}, false};
+    const tp_stream stream = op->stream;
+    if (op->detached) { /* wherever it was done */
+        mark.known = tp_marker_record_context(&pager->markers, &mark.marker, NULL) == TP_OK;
+        return mark;
+    }
     if (capturing(pager, stream)) return mark;
     mark.known =
         pager->pressure
@@ -386,7 +396,8 @@ static void mark_use(tp_pager *pager, tp_block *block, use_mark mark) {
 void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t output_count,
                    tp_op *parent) {
     if (op->pin_count == 0 && output_count == 0) return;
-    const use_mark mark = mark_of(pager, op->stream);
+    if (op->detached) mark_written(pager, op);
+    const use_mark mark = mark_of(pager, op);
     for (size_t i = 0; i < output_count; i++) {
         tp_block *block = tp_block_live(pager, outputs[i]);
         if (block == NULL) continue;
@@ -399,13 +410,28 @@ void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t ou
         if (pin.adopted && parent != NULL && pin_holds(&pin) && pins_reserve(parent, 1)) {
             parent->pins[parent->pin_count++] = pin;
         } else {
-            pin_drop(pager, &pin);
+            pin_drop(pager, &pin, op->detached);
         }
     }
     op->pin_count = 0;
     if (tp_ticket_taken(pager) || !tp_list_empty(&pager->inflight)) {
         tp_cond_broadcast(&pager->changed);
     }
+}
+
+void tp_access_detach(tp_pager *pager, tp_op *op, tp_op *parent) {
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        struct tp_op_pin *pin = &op->pins[i];
+        if (pin->adopted && parent != NULL && pin_holds(pin) && pins_reserve(parent, 1)) {
+            parent->pins[parent->pin_count++] = *pin; /* which counts for this thread instead */
+            pin->block->op_pins++;
+            pager->op_pin_total++;
+        } else if (tp_thread_pins > 0) {
+            tp_thread_pins--;
+        }
+        pin->adopted = false;
+    }
+    op->detached = true;
 }
 
 /* ---- pins by handle, exports ------------------------------------------------------------------- */
@@ -478,6 +504,13 @@ void tp_access_export(tp_pager *pager, tp_addr addr) {
         tp_extent *extent = &block->extents[i];
         if (extent->state == TP_EXTENT_HOST) tp_access_map_host(pager, extent);
         tp_extent_mark_written(pager, extent);
+    }
+}
+
+void tp_access_export_operands(tp_pager *pager, const tp_op *op) {
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        const struct tp_op_pin *pin = &op->pins[i];
+        if (!pin->adopted && pin_holds(pin)) tp_access_export(pager, pin->block->addr);
     }
 }
 

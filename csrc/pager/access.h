@@ -11,6 +11,9 @@ void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size
 void tp_access_adopt(tp_pager *pager, tp_op *op, tp_addr addr);
 void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t output_count,
                    tp_op *parent);
+/* See tp_op_detach, tp_op_export. The latter may drop the lock. */
+void tp_access_detach(tp_pager *pager, tp_op *op, tp_op *parent);
+void tp_access_export_operands(tp_pager *pager, const tp_op *op);
 /* It is a tensor, and has just been used. */
 void tp_access_see(tp_pager *pager, tp_block *block);
 /* Resident and immovable. May drop the lock. */

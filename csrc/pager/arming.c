@@ -62,6 +62,7 @@ void tp_arming_unknown(tp_pager *pager) {
 void tp_arming_off(tp_pager *pager) {
     pager->armed = pager->watching = false;
     tp_learn_stop(pager);
+    tp_executor_stop(pager);
     /* What is touched is told no more; armed again, all blocks count as unseen. */
     for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
         TP_CONTAINER(link, tp_block, lru)->seen = false;

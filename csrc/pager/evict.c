@@ -71,7 +71,7 @@ static void leave_flight(tp_pager *pager, tp_extent *extent) {
 
 /* Calls the eviction off: the extent stays resident. */
 static void give_up(tp_pager *pager, tp_extent *extent) {
-    extent->evict = false;
+    extent->evict = extent->write_back = false;
     if (extent->state == TP_EXTENT_DIRTY) tp_extent_drop_host(pager, extent);
     leave_flight(pager, extent);
     tp_cond_broadcast(&pager->changed);
@@ -84,6 +84,10 @@ static void set_back(tp_pager *pager) {
     pager->setback_ns = tp_pager_now(pager);
 }
 
+static bool wanted_in_host(const tp_extent *extent) {
+    return extent->evict || extent->write_back;
+}
+
 /* Making a host frame takes milliseconds, with the lock dropped; meanwhile operators may use the
  * block and it may be freed (`held` keeps it from retiring), so the frame is attached only if the
  * eviction still stands. False: it does not. */
@@ -92,7 +96,7 @@ static bool attach_host_frame(tp_pager *pager, tp_extent *extent) {
     tp_frame *frame = tp_reclaim_host_frame(pager, extent->bytes);
     extent->held = false;
     if (frame == NULL) return false;
-    const bool stands = extent->evict && extent->state == TP_EXTENT_DIRTY &&
+    const bool stands = wanted_in_host(extent) && extent->state == TP_EXTENT_DIRTY &&
                         extent->host == NULL && extent->block->life == TP_BLOCK_LIVE;
     if (!stands) {
         tp_frame_pool_put(&pager->host_frames, frame);
@@ -103,7 +107,11 @@ static bool attach_host_frame(tp_pager *pager, tp_extent *extent) {
 }
 
 static bool begin_write_back(tp_pager *pager, tp_extent *extent) {
-    if (!extent->evict || (extent->host == NULL && !attach_host_frame(pager, extent))) {
+    if (!wanted_in_host(extent)) {
+        give_up(pager, extent);
+    } else if (TP_RULE(pager, TP_RULE_PIN) && extent->block->op_pins > 0) {
+        return false; /* an operator in progress may write it, with kernels yet to come */
+    } else if (extent->host == NULL && !attach_host_frame(pager, extent)) {
         give_up(pager, extent);
     } else if (!tp_transfer_room(pager, TP_COPY_TO_HOST)) {
         return false;
@@ -123,6 +131,7 @@ static bool end_write_back(tp_pager *pager, tp_extent *extent) {
     }
     tp_proof_end_copy(pager, extent);
     tp_extent_become(pager, extent, TP_EXTENT_CLEAN);
+    extent->write_back = false;
     if (extent->block->life != TP_BLOCK_LIVE) {
         tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
         give_up(pager, extent);
@@ -254,7 +263,7 @@ static bool step(tp_pager *pager, tp_extent *extent) {
     case TP_EXTENT_EMPTY:
     case TP_EXTENT_STATE_COUNT: break;
     }
-    extent->evict = false;
+    extent->evict = extent->write_back = false;
     leave_flight(pager, extent);
     return true;
 }

@@ -23,7 +23,11 @@ bool tp_fill_start(tp_pager *pager, tp_block *block, uint64_t generation, tp_ext
                    uint32_t own_pins, bool wait) {
     if (pager->capture_depth > 0) return false;
     tp_frame *frame = take_frame(pager, extent->bytes, wait);
-    if (frame == NULL) return false;
+    return frame != NULL && tp_fill_begin(pager, block, generation, extent, own_pins, frame);
+}
+
+bool tp_fill_begin(tp_pager *pager, tp_block *block, uint64_t generation, tp_extent *extent,
+                   uint32_t own_pins, tp_frame *frame) {
     /* The lock was dropped: somebody else may have begun, or the block may be gone. */
     const bool wanted = block->life == TP_BLOCK_LIVE && block->generation == generation &&
                         extent->state == TP_EXTENT_HOST && !extent->busy &&

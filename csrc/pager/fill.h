@@ -14,6 +14,9 @@ bool tp_fill_allowed(const tp_block *block, uint32_t own_pins);
  * thread. */
 bool tp_fill_start(tp_pager *pager, tp_block *block, uint64_t generation, tp_extent *extent,
                    uint32_t own_pins, bool wait);
+/* The same, with a frame that the caller has: it is given away in any case. */
+bool tp_fill_begin(tp_pager *pager, tp_block *block, uint64_t generation, tp_extent *extent,
+                   uint32_t own_pins, tp_frame *frame);
 
 /* A fill that is wanted but not begun (HOST, with a device frame attached): begins it if the link has
  * room. True if anything changed. */

@@ -59,7 +59,8 @@ void tp_pager_fail(tp_pager *pager, tp_status status) {
 /* Under pressure the thread keeps a little memory free ahead of the program, so that the launching
  * thread seldom waits for an eviction that begins only then. */
 static bool reclaim_ahead(tp_pager *pager) {
-    if (!pager->pressure || !pager->offload) return false;
+    /* A plan makes room itself. */
+    if (!pager->pressure || !pager->offload || pager->executor.following) return false;
     const size_t cap = tp_budget_frame_cap(&pager->budget);
     const size_t free_bytes = pager->device_frames.free_bytes +
                               tp_sub_floor(cap, pager->device_frames.created_bytes) +
@@ -108,6 +109,8 @@ static bool work(tp_pager *pager) {
         moved |= tp_block_free_deferred(pager);
         if (pager->region_unmarked) tp_pager_mark_region_end(pager);
     }
+    moved |= tp_executor_fill(pager);
+    if (pager->no_thread && !pager->plans.off) moved |= tp_plans_step(pager);
     moved |= reclaim_ahead(pager);
     moved |= tell_first_paging(pager);
     moved |= tell_unseen_write(pager);
@@ -262,6 +265,8 @@ tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev
     if (status != TP_OK) goto no_work;
     status = tp_cond_init(&pager->changed, error);
     if (status != TP_OK) goto no_changed;
+    status = tp_plans_init(&pager->plans, error);
+    if (status != TP_OK) goto no_plans;
     status = init_memory(pager, config, error);
     if (status != TP_OK) goto no_memory;
     pager->no_thread = pager->thread_ended = config->no_thread;
@@ -275,6 +280,8 @@ tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev
 no_thread:
     fini_memory(pager);
 no_memory:
+    tp_plans_fini(&pager->plans);
+no_plans:
     tp_cond_fini(&pager->changed);
 no_changed:
     tp_cond_fini(&pager->work);
@@ -314,6 +321,7 @@ static void unmap_list(tp_pager *pager, tp_link *list) {
 }
 
 void tp_pager_fini(tp_pager *pager) {
+    tp_plans_stop(pager);
     stop_thread(pager);
     wait_for_device(pager);
     unmap_list(pager, &pager->live);
@@ -323,6 +331,7 @@ void tp_pager_fini(tp_pager *pager) {
     tp_steps_fini(&pager->steps);
     tp_timing_fini(pager);
     fini_memory(pager);
+    tp_plans_fini(&pager->plans);
     tp_cond_fini(&pager->changed);
     tp_cond_fini(&pager->work);
     tp_lock_fini(&pager->lock);
@@ -331,7 +340,7 @@ void tp_pager_fini(tp_pager *pager) {
 void tp_pager_abandon(tp_pager *pager) {
     tp_lock_take(&pager->lock);
     pager->abandoned = true;
-    pager->stop = true;
+    pager->stop = pager->plans.stop = true;
     tp_pager_wake(pager);
     const uint64_t until = tp_now_ns() + ABANDON_NS;
     while (!pager->thread_ended && tp_now_ns() < until) {
@@ -373,6 +382,7 @@ static void make_private(tp_pager *pager) {
 void tp_pager_fork_child(tp_pager *pager) {
     if (!pager->abandoned) make_private(pager);
     pager->abandoned = pager->stop = pager->thread_ended = true;
+    pager->plans.thread_started = false; /* it is the parent's */
     pager->page_out_before_op = false;
     (void)pthread_mutex_unlock(&pager->lock.mutex);
 }
@@ -396,7 +406,8 @@ static tp_status check_extent(const tp_extent *extent, tp_error *error) {
     const bool moving =
         extent->state == TP_EXTENT_WRITING || extent->state == TP_EXTENT_FILLING;
     const bool listed = tp_link_in_list(&extent->inflight);
-    if ((moving || extent->evict || extent->place != 0) && !listed) broken = 5;
+    const bool wanted = extent->evict || extent->write_back;
+    if ((moving || wanted || extent->place != 0) && !listed) broken = 5;
     if (extent->mapped != NULL && extent->mapped->map_count == 0) broken = 6;
     if (!extent->busy && extent->guarded && extent->state != TP_EXTENT_CLEAN) broken = 12;
     if (broken == 0) return TP_OK;

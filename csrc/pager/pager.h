@@ -11,6 +11,7 @@
  *   fill      starting a fill; readahead: filling ahead of need
  *   access    operators: pins, misses, dirtiness, last-use markers
  *   learn     tells pager/steps of operators and blocks; timing: how long operators take
+ *   plans     makes plans; executor: carries them out
  *   region    opaque regions and the gate
  *   resize    budgets moved while running
  *   pager     the thread: write-backs, evictions, fills, retirements
@@ -29,6 +30,8 @@
 #include "memory/budget.h"
 #include "memory/frame.h"
 #include "memory/space.h"
+#include "pager/executor.h"
+#include "pager/plans.h"
 #include "pager/readahead.h"
 #include "pager/steps.h"
 #include "pager/timing.h"
@@ -119,6 +122,8 @@ typedef struct tp_pager {
 
     tp_steps steps; /* what the program does, told by pager/learn */
     tp_timing timing;
+    tp_plans plans;
+    tp_executor executor;
     size_t foreign_held_bytes; /* as last asked */
     tp_stats stats;
     tp_oom last_oom;

@@ -7,9 +7,12 @@
 #include "base/check.h"
 #include "pager/plan_model.h"
 
-/* How often the step is run: what was evicted is known in the round after, which then evicts
- * other extents; the figures of the recorded traces do not change any more after four. */
-enum { ROUNDS = 4 };
+/* How often the step is run. Farthest next use alone keeps other extents across the boundary in each
+ * round, but the acts are carried out step after step: what was kept from the second round to the
+ * third is what stays from then on, and anything else that is refilled for the next step goes
+ * first. The rounds from the sixth on are written down, each over the one before, until one ends
+ * as it began. */
+enum { FREE_ROUNDS = 3, ROUNDS_BEFORE = 5, ROUNDS_MAX = 8 };
 
 /* Bytes are counted in units of 1/1024 where a rate in bytes a ns has to be a whole number:
  * the plan must not depend on how a machine rounds. */
@@ -33,8 +36,7 @@ typedef struct planner {
     /* Extents just written whose bytes were evicted in the round before, in order: a ring. */
     uint32_t *early;
     uint32_t early_first, early_count;
-    uint64_t record_from; /* the point at which recording begins; it lasts one step */
-    bool recording, no_memory;
+    bool recording, settled, no_memory; /* settled: the round written down ends as it began */
     tp_plan *plan;
     uint32_t act_capacity;
 } planner;
@@ -85,6 +87,51 @@ static void note(planner *p, tp_act_kind kind, uint32_t unit) {
         .op = op_at(p, p->model.point), .block = it->block, .extent = it->extent, .kind = kind};
 }
 
+/* What is on the device, or on its way there, into the plan. False: it says so already. */
+static bool note_resident(planner *p) {
+    const tp_model *m = &p->model;
+    tp_plan *plan = p->plan;
+    if (plan->resident == NULL) {
+        plan->resident = malloc(((size_t)m->unit_count + 1) * sizeof *plan->resident);
+        p->no_memory = p->no_memory || plan->resident == NULL;
+        if (p->no_memory) return false;
+    }
+    uint32_t count = 0;
+    bool differs = false;
+    for (uint32_t u = 0; u < m->unit_count; u++) {
+        const tp_unit *it = &m->units[u];
+        if (!it->alive || !(it->resident || it->filling)) continue;
+        tp_plan_extent *place = &plan->resident[count++];
+        differs = differs || count > plan->resident_count || place->block != it->block ||
+                  place->extent != it->extent;
+        *place = (tp_plan_extent){it->block, it->extent};
+    }
+    differs = differs || count != plan->resident_count;
+    plan->resident_count = count;
+    return differs;
+}
+
+/* What was to go before the boundary and is still there counts as what it is: needed soon. */
+static void forget_haste(tp_model *m) {
+    for (uint32_t u = 0; u < m->unit_count; u++)
+        if (m->units[u].is_used && m->units[u].next != m->units[u].due) tp_model_unhurry(m, u);
+}
+
+/* The last operator of a round has started, and the next round begins, whose acts are written down
+ * unless those of the last one will do. */
+static void turn_round(planner *p) {
+    const uint64_t round = p->model.point / p->model.trace->op_count;
+    p->recording = false;
+    forget_haste(&p->model);
+    if (round < ROUNDS_BEFORE || round == ROUNDS_MAX) return;
+    const bool differs = note_resident(p);
+    p->settled = !differs && round > ROUNDS_BEFORE;
+    if (p->settled) return;
+    p->recording = true;
+    p->plan->act_count = 0;
+    p->plan->in_bytes = p->plan->out_bytes = p->plan->peak_bytes = 0;
+}
+
 /* ---- memory ---------------------------------------------------------------------------------- */
 
 static void evict(planner *p, uint32_t unit) {
@@ -94,6 +141,8 @@ static void evict(planner *p, uint32_t unit) {
     tp_model_unfile(m, unit);
     it->resident = false;
     it->evicted = true;
+    it->evicted_at = m->point + 1;
+    it->next = it->due;
     it->evicted_after = it->written_at;
     m->free_bytes += it->bytes;
     tp_model_file(m, unit);
@@ -106,15 +155,20 @@ static bool could_make_room(const planner *p, uint64_t bytes, uint64_t point) {
     return m->free_bytes + tp_model_bytes_after(m, TP_SET_CLEAN, point) >= bytes;
 }
 
-/* Evicts clean extents needed later than `point`, the farthest first, until `bytes` are
- * free. */
-static void make_room(planner *p, uint64_t bytes, uint64_t point) {
+/* Evicts clean extents needed later than `point`, the farthest first, until `bytes` are free.
+ * False: there are not enough, what is to go before others but is needed by then not counted. */
+static bool make_room(planner *p, uint64_t bytes, uint64_t point) {
     tp_model *m = &p->model;
     while (m->free_bytes < bytes) {
         const uint32_t unit = tp_model_first(m, TP_SET_CLEAN);
-        if (unit == TP_NO_UNIT || m->units[unit].next <= point) return;
-        evict(p, unit);
+        if (unit == TP_NO_UNIT || m->units[unit].next <= point) return false;
+        if (m->units[unit].is_used && m->units[unit].due <= point) {
+            tp_model_unhurry(m, unit);
+        } else {
+            evict(p, unit);
+        }
     }
+    return true;
 }
 
 /* By how much the next operators will need more than is alive now. */
@@ -192,6 +246,20 @@ static uint64_t duration(uint64_t left, uint64_t rate) { return (left + rate - 1
 static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
+static uint64_t round_of(const planner *p, uint64_t point) {
+    return point / p->model.trace->op_count;
+}
+
+/* By the operator that starts now. */
+static void note_use(planner *p, tp_unit *it) {
+    const uint64_t point = p->model.point;
+    if (round_of(p, point) < FREE_ROUNDS && it->used_at != 0 &&
+        round_of(p, it->used_at - 1) < round_of(p, point)) {
+        it->stays = it->evicted_at < it->used_at;
+    }
+    it->used_at = point + 1;
+}
+
 /* Marks the operands as in use. Returns the operator's time: that of its own traffic over
  * the link, if that takes longer. */
 static uint64_t take_operands(planner *p, uint32_t op) {
@@ -206,6 +274,7 @@ static uint64_t take_operands(planner *p, uint32_t op) {
             if (it->resident) {
                 tp_model_unfile(m, u);
                 it->in_use = true;
+                note_use(p, it);
                 if (operand->writes) write_unit(p, u, op);
                 continue;
             }
@@ -234,7 +303,11 @@ static void release_operands(planner *p, uint32_t op) {
         }
         tp_model_look_ahead(m, block);
         for (uint32_t u = m->block_units[block]; u < m->block_units[block + 1]; u++) {
-            const tp_unit *it = &m->units[u];
+            tp_unit *it = &m->units[u];
+            const uint64_t round = round_of(p, m->point - 1);
+            const bool crosses = it->is_used && round_of(p, it->due) > round;
+            if (round >= FREE_ROUNDS && crosses && !it->stays && it->resident)
+                it->next = TP_FAR;
             tp_model_file(m, u);
             if (it->dirty && it->written_at == op && it->evicted_after == op &&
                 p->early_count < m->unit_count)
@@ -248,13 +321,13 @@ static bool start_op(planner *p) {
     const uint32_t op = op_at(p, m->point);
     if (p->running || !operands_are_there(p, op)) return false;
     if (!could_make_room(p, m->born_bytes[op], m->point)) return false;
-    make_room(p, m->born_bytes[op], m->point);
+    if (!make_room(p, m->born_bytes[op], m->point)) return false;
     bear(p, op);
     p->op_left_ns = take_operands(p, op);
     p->running = true;
     m->point++;
-    p->recording = m->point >= p->record_from && m->point - p->record_from < m->trace->op_count;
-    make_room(p, headroom(p), m->point + m->config.headroom_ops);
+    if (m->point % m->trace->op_count == 0) turn_round(p);
+    (void)make_room(p, headroom(p), m->point + m->config.headroom_ops);
     return true;
 }
 
@@ -358,7 +431,7 @@ static bool start_fill(planner *p) {
     tp_unit *it = &m->units[unit];
     if (it->next > m->point && !may_fill_ahead(p, it)) return false;
     if (!could_make_room(p, it->bytes, it->next)) return false;
-    make_room(p, it->bytes, it->next);
+    if (!make_room(p, it->bytes, it->next)) return false;
     note(p, TP_ACT_FILL, unit);
     tp_model_unfile(m, unit);
     it->filling = true;
@@ -445,8 +518,7 @@ static tp_status run_rounds(planner *p, tp_error *error) {
     const uint32_t ops = p->model.trace->op_count;
     uint64_t began_ns = 0;
     bool runs = begin(p);
-    p->record_from = (uint64_t)(ROUNDS - 1) * ops;
-    for (uint32_t round = 1; round <= ROUNDS && runs; round++) {
+    for (uint32_t round = 1; round <= ROUNDS_MAX && runs && !p->settled; round++) {
         began_ns = p->now_ns;
         runs = run_to(p, (uint64_t)round * ops);
     }
@@ -523,5 +595,6 @@ tp_status tp_plan_make(const tp_trace *trace, const tp_plan_config *config, tp_p
 
 void tp_plan_fini(tp_plan *plan) {
     free(plan->acts);
+    free(plan->resident);
     memset(plan, 0, sizeof *plan);
 }

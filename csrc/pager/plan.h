@@ -57,9 +57,17 @@ typedef struct tp_act {
     tp_act_kind kind;
 } tp_act;
 
+typedef struct tp_plan_extent {
+    uint32_t block, extent;
+} tp_plan_extent;
+
 typedef struct tp_plan {
     tp_act *acts; /* in order; `op` never falls */
     uint32_t act_count;
+    /* What the acts suppose to be on the device when the first of them comes, or to be on its way
+     * there; by block. */
+    tp_plan_extent *resident;
+    uint32_t resident_count;
     uint64_t step_ns, in_bytes, out_bytes, peak_bytes; /* of one step, in the model */
 } tp_plan;
 

@@ -300,7 +300,7 @@ void tp_model_look_ahead(tp_model *model, uint32_t block) {
     const uint64_t next = next_need(model, block, model->point, &is_used);
     for (uint32_t u = model->block_units[block]; u < model->block_units[block + 1]; u++) {
         TP_ASSERT(model->units[u].set == TP_SET_NONE);
-        model->units[u].next = next;
+        model->units[u].next = model->units[u].due = next;
         model->units[u].is_used = is_used;
     }
 }
@@ -341,6 +341,8 @@ uint64_t tp_model_bytes_after(const tp_model *model, tp_unit_set set, uint64_t p
 /* Whether unit a stands before unit b in its heap; equal needs: in order of blocks. */
 static bool before(const tp_model *model, tp_unit_set set, uint32_t a, uint32_t b) {
     const uint64_t next_a = model->units[a].next, next_b = model->units[b].next;
+    const uint64_t due_a = model->units[a].due, due_b = model->units[b].due;
+    if (next_a == next_b && due_a != due_b) return due_a > due_b; /* to go before others */
     if (next_a == next_b) return a < b;
     return set == TP_SET_HOST ? next_a < next_b : next_a > next_b;
 }
@@ -403,6 +405,14 @@ void tp_model_file(tp_model *model, uint32_t unit) {
     heap->units[heap->count] = unit;
     it->place = heap->count++;
     rise(model, it->set, it->place);
+}
+
+void tp_model_unhurry(tp_model *model, uint32_t unit) {
+    tp_unit *it = &model->units[unit];
+    const bool filed = it->set != TP_SET_NONE;
+    tp_model_unfile(model, unit);
+    it->next = it->due;
+    if (filed) tp_model_file(model, unit);
 }
 
 uint32_t tp_model_first(const tp_model *model, tp_unit_set set) {

@@ -23,7 +23,9 @@ typedef enum tp_unit_set {
 /* An extent. */
 typedef struct tp_unit {
     uint64_t bytes;
-    uint64_t next; /* point of its next use, or the one after its death if that comes first */
+    uint64_t due;  /* point of its next use, or the one after its death if that comes first */
+    uint64_t next; /* the same, or TP_FAR: it is to go before others, so as to be refilled */
+    uint64_t used_at, evicted_at; /* points + 1 of its last use and last eviction; 0: none */
     uint32_t block, extent;
     uint32_t place;      /* in its set's heap */
     uint32_t written_at; /* the operator that wrote it last; TP_NO_OP: none yet */
@@ -33,6 +35,7 @@ typedef struct tp_unit {
     bool alive, resident, dirty, writing, filling, in_use;
     bool is_used; /* before it dies */
     bool evicted; /* since it was written last */
+    bool stays;   /* from its last use in a step to its first in the next */
 } tp_unit;
 
 /* A heap of extents by next need, the nearest first in TP_SET_HOST and the farthest in the
@@ -78,6 +81,8 @@ void tp_model_look_ahead(tp_model *model, uint32_t block);
 void tp_model_file(tp_model *model, uint32_t unit);
 /* Takes it out of its set, if it is in one. */
 void tp_model_unfile(tp_model *model, uint32_t unit);
+/* It stands again where its next need says. */
+void tp_model_unhurry(tp_model *model, uint32_t unit);
 /* The first of a set; TP_NO_UNIT: it is empty. */
 uint32_t tp_model_first(const tp_model *model, tp_unit_set set);
 /* Bytes of a set that are needed later than `point`. */

@@ -105,6 +105,7 @@ void tp_readahead_note(tp_pager *pager, tp_block *block) {
     forget_stale(pager, run, block->stamp, direction);
     pager->ahead_count = 0;
     if (direction == 0 || !pager->offload || pager->page_out_before_op) return;
+    if (pager->executor.following) return; /* the plan knows better */
     size_t room = tp_sub_floor(window_bytes(pager), pager->ahead_bytes);
     tp_link *link = &block->lru;
     for (uint32_t i = 0; i < WALK_MAX && pager->ahead_count < TP_AHEAD_MAX; i++) {

@@ -25,6 +25,7 @@ enum {
 
 void tp_ticket_take(tp_pager *pager) {
     const uint64_t mine = pager->ticket_next++;
+    if (!TP_RULE(pager, TP_RULE_TICKET)) return;
     while (pager->ticket_serving != mine) tp_pager_wait(pager, WAIT_NS);
 }
 
@@ -80,6 +81,25 @@ void tp_reclaim_count_held(tp_pager *pager, size_t foreign_bytes) {
     pager->foreign_held_bytes = foreign_bytes;
     held->current = pager->stats.reserved.current + foreign_bytes;
     if (held->current > held->peak) held->peak = held->current;
+}
+
+static size_t device_bytes(const tp_block *block) {
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        if (block->extents[i].device != NULL) bytes += block->extents[i].bytes;
+    }
+    return bytes;
+}
+
+/* Has cached blocks of at least `bytes`, the oldest first, give their frames up. */
+static size_t retire_some(tp_pager *pager, size_t bytes) {
+    size_t started = 0;
+    while (started < bytes && !tp_list_empty(&pager->cached)) {
+        tp_block *block = TP_CONTAINER(pager->cached.next, tp_block, lru);
+        started += device_bytes(block);
+        tp_block_retire(pager, block);
+    }
+    return started;
 }
 
 /* Creates a frame that the budget admits. Drops the lock. NULL: the device refused. */
@@ -195,6 +215,27 @@ tp_frame *tp_reclaim_device_frame(tp_pager *pager, size_t bytes, tp_stream strea
     return frame;
 }
 
+tp_frame *tp_reclaim_spare_frame(tp_pager *pager, size_t bytes, bool *dropped) {
+    tp_frame_pool *pool = &pager->device_frames;
+    tp_frame *frame = tp_frame_pool_take(pool, bytes);
+    if (frame != NULL) return frame;
+    if (!tp_budget_admits(&pager->budget, pool->created_bytes, bytes)) {
+        const size_t cap = tp_budget_frame_cap(&pager->budget);
+        const size_t over = bytes - tp_min_size(bytes, tp_sub_floor(cap, pool->created_bytes));
+        if (pool->free_bytes < over) {
+            /* What waits as freed blocks, if anything does. */
+            const size_t incoming = tp_reclaim_incoming(pager).bytes + pool->free_bytes;
+            if (incoming < over) (void)retire_some(pager, over - incoming);
+            return NULL;
+        }
+        *dropped = true;
+        (void)tp_reclaim_release(pager, pool, over);
+    }
+    if (!tp_budget_admits(&pager->budget, pool->created_bytes, bytes)) return NULL;
+    *dropped = true;
+    return create(pager, pool, bytes, NULL);
+}
+
 /* Takes the host frames of CLEAN extents away until one of that size is free. */
 static void strip_clean(tp_pager *pager, size_t bytes) {
     size_t freed = 0;
@@ -211,15 +252,18 @@ static void strip_clean(tp_pager *pager, size_t bytes) {
     }
 }
 
+static bool host_admits(const tp_pager *pager, size_t bytes) {
+    if (!TP_RULE(pager, TP_RULE_HOST_CAP)) return true;
+    return tp_budget_admits_host(&pager->budget, pager->host_frames.created_bytes, bytes);
+}
+
 tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes) {
     tp_frame_pool *pool = &pager->host_frames;
     for (int round = 0; round < 2; round++) {
         tp_frame *frame = tp_frame_pool_take(pool, bytes);
         if (frame != NULL) return frame;
-        if (!tp_budget_admits_host(&pager->budget, pool->created_bytes, bytes)) {
-            (void)tp_reclaim_release(pager, pool, bytes);
-        }
-        if (tp_budget_admits_host(&pager->budget, pool->created_bytes, bytes)) {
+        if (!host_admits(pager, bytes)) (void)tp_reclaim_release(pager, pool, bytes);
+        if (host_admits(pager, bytes)) {
             frame = create(pager, pool, bytes, NULL);
             if (frame != NULL) return frame;
         }
@@ -227,14 +271,6 @@ tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes) {
     }
     pager->host_full = true;
     return NULL;
-}
-
-static size_t device_bytes(const tp_block *block) {
-    size_t bytes = 0;
-    for (uint32_t i = 0; i < block->extent_count; i++) {
-        if (block->extents[i].device != NULL) bytes += block->extents[i].bytes;
-    }
-    return bytes;
 }
 
 /* An eviction that waits for the device alone, not for a pin or the gate to go away. */
@@ -260,7 +296,8 @@ tp_incoming tp_reclaim_incoming(tp_pager *pager) {
 
 bool tp_reclaim_evictable(const tp_pager *pager, const tp_block *block) {
     if (!TP_RULE(pager, TP_RULE_PIN)) return block->seen;
-    return block->seen && block->op_pins == 0 && !tp_block_fixed(block);
+    const bool tensor = block->seen || !TP_RULE(pager, TP_RULE_WORKSPACE);
+    return tensor && block->op_pins == 0 && !tp_block_fixed(block);
 }
 
 /* An extent that a new eviction may take. */
@@ -303,7 +340,46 @@ size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t size, size_t cle
     return marked;
 }
 
-/* Among the least recently used blocks. `size`: only extents of that size, 0: any. `ahead`: whether
+static bool candidate(const tp_pager *pager, const tp_block *block, bool ahead) {
+    if (!tp_reclaim_evictable(pager, block) || block->ahead != ahead) return false;
+    tp_candidate it;
+    candidate_fill(pager, block, 0, &it);
+    return it.clean_bytes + it.dirty_bytes > 0;
+}
+
+/* The least recently used ones. */
+static size_t oldest_blocks(tp_pager *pager, bool ahead, tp_block *blocks[CANDIDATES_MAX]) {
+    size_t count = 0;
+    for (tp_link *link = pager->live.next; link != &pager->live && count < CANDIDATES_MAX;
+         link = link->next) {
+        tp_block *block = TP_CONTAINER(link, tp_block, lru);
+        if (candidate(pager, block, ahead)) blocks[count++] = block;
+    }
+    return count;
+}
+
+/* Those that the program will use last, as far as is known; the last first. */
+static size_t farthest_blocks(tp_pager *pager, bool ahead, tp_block *blocks[CANDIDATES_MAX]) {
+    uint32_t distances[CANDIDATES_MAX];
+    size_t count = 0;
+    for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
+        tp_block *block = TP_CONTAINER(link, tp_block, lru);
+        if (!candidate(pager, block, ahead)) continue;
+        const uint32_t distance = tp_executor_distance(pager, block);
+        if (count == CANDIDATES_MAX && distance <= distances[count - 1]) continue;
+        if (count < CANDIDATES_MAX) count++;
+        size_t at = count - 1;
+        for (; at > 0 && distances[at - 1] < distance; at--) {
+            distances[at] = distances[at - 1];
+            blocks[at] = blocks[at - 1];
+        }
+        distances[at] = distance;
+        blocks[at] = block;
+    }
+    return count;
+}
+
+/* Among the least recently used blocks, or those that a plan needs last. `size`: only extents of that size, 0: any. `ahead`: whether
  * blocks filled ahead of a use that has not come yet are candidates. */
 static size_t start_victims(tp_pager *pager, size_t bytes, size_t size, bool ahead) {
     if (pager->setback_count >= SETBACKS_MAX &&
@@ -312,17 +388,13 @@ static size_t start_victims(tp_pager *pager, size_t bytes, size_t size, bool ahe
     }
     tp_block *blocks[CANDIDATES_MAX];
     tp_candidate candidates[CANDIDATES_MAX];
-    size_t count = 0, looked_at = 0;
-    for (tp_link *link = pager->live.next; link != &pager->live && looked_at < CANDIDATES_MAX;
-         link = link->next) {
-        tp_block *block = TP_CONTAINER(link, tp_block, lru);
-        if (!tp_reclaim_evictable(pager, block) || block->ahead != ahead) continue;
-        candidate_fill(pager, block, 0, &candidates[count]);
+    const size_t looked_at = pager->executor.following ? farthest_blocks(pager, ahead, blocks)
+                                                       : oldest_blocks(pager, ahead, blocks);
+    size_t count = 0;
+    for (size_t i = 0; i < looked_at; i++) {
+        candidate_fill(pager, blocks[i], size, &candidates[count]);
         if (candidates[count].clean_bytes + candidates[count].dirty_bytes == 0) continue;
-        looked_at++;
-        candidate_fill(pager, block, size, &candidates[count]);
-        if (candidates[count].clean_bytes + candidates[count].dirty_bytes == 0) continue;
-        blocks[count++] = block;
+        blocks[count++] = blocks[i];
     }
     if (count == 0 || tp_victim_choose(candidates, count, bytes) == 0) return 0;
     tp_marker decided = {0};
@@ -410,12 +482,7 @@ size_t tp_reclaim_call_off_ahead(tp_pager *pager, size_t bytes) {
 }
 
 size_t tp_reclaim_start(tp_pager *pager, size_t bytes, size_t size) {
-    size_t started = 0;
-    while (started < bytes && !tp_list_empty(&pager->cached)) {
-        tp_block *block = TP_CONTAINER(pager->cached.next, tp_block, lru);
-        started += device_bytes(block);
-        tp_block_retire(pager, block);
-    }
+    size_t started = retire_some(pager, bytes);
     if (started < bytes && pager->armed && pager->offload && pager->capture_depth == 0) {
         if (size != 0) started += start_victims(pager, bytes - started, size, false);
         if (started < bytes) started += start_victims(pager, bytes - started, 0, false);
@@ -450,11 +517,14 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
     bool flushed = false;
     tp_frame *frame = NULL;
     while ((frame = tp_reclaim_device_frame(pager, bytes, stream, device_status)) == NULL) {
-        if (tp_pager_halted(pager)) break;
+        if (tp_pager_halted(pager) || !TP_RULE(pager, TP_RULE_RUN_AHEAD)) break;
         pager->wanted_size = bytes;
         const tp_incoming in = tp_reclaim_incoming(pager);
         bool moving = in.moving;
-        if (in.bytes < bytes && tp_reclaim_call_off_ahead(pager, bytes) > 0) continue;
+        const bool planned = pager->executor.following;
+        if (!planned && in.bytes < bytes && tp_reclaim_call_off_ahead(pager, bytes) > 0) {
+            continue;
+        }
         if (in.bytes < total) {
             const size_t started = tp_reclaim_start(pager, total - in.bytes, bytes);
             if (started == 0 && tp_arming_full(pager)) continue;

@@ -21,6 +21,9 @@ bool tp_ticket_taken(const tp_pager *pager);
  * refused a frame the budget admits (else untouched). May drop the lock. */
 tp_frame *tp_reclaim_device_frame(tp_pager *pager, size_t bytes, tp_stream stream,
                                   tp_status *device_status);
+/* The same for a fill that is not needed yet: what is free now, and the foreign allocator is not
+ * asked. *dropped: whether it dropped the lock. */
+tp_frame *tp_reclaim_spare_frame(tp_pager *pager, size_t bytes, bool *dropped);
 /* A host frame without waiting, or NULL: the host budget or the host is full. May drop the lock. */
 tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes);
 

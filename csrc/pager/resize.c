@@ -183,6 +183,7 @@ tp_status tp_resize_budget(tp_pager *pager, size_t device_bytes, size_t host_byt
     const tp_status status = resize(pager, device_bytes, host_bytes, error);
     negotiation_end(pager);
     pager->host_full = false;
+    if (status == TP_OK) tp_plans_renew(pager);
     /* What an earlier, smaller budget left in HOST comes home once paging has ended. */
     if (status == TP_OK && !pager->offload) bring_all_back(pager);
     tp_ticket_give(pager);
@@ -239,6 +240,8 @@ void tp_resize_flush(tp_pager *pager) {
 
 /* Waits until nothing marked for eviction can move any more. */
 static void await_evictions(tp_pager *pager) {
+    /* The thread tries only when something wakes it, which may have been long ago. */
+    if (pager->region_unmarked) tp_pager_mark_region_end(pager);
     for (;;) {
         bool any = false;
         for (tp_link *link = pager->inflight.next; link != &pager->inflight;

@@ -18,6 +18,7 @@
 typedef struct tp_step {
     tp_trace trace;  /* for tp_plan_make */
     uint32_t slot;   /* its place among the remembered steps, and in tp_identity.bound */
+    uint64_t built;  /* its first number, which never changes */
     uint64_t number; /* another one whenever the trace is another, its times included */
     uint64_t completed_count; /* how often it has run from its first to its last operator */
     uint64_t last_completed;  /* when, in steps of all kinds */

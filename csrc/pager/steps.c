@@ -155,7 +155,7 @@ static tp_step *remember(tp_steps *steps) {
     if (steps->last == place) steps->last = NONE;
     steps->at[place] = step;
     if (steps->count <= place) steps->count = place + 1;
-    step->number = ++steps->number;
+    step->number = step->built = ++steps->number;
     step->fresh = true;
     tp_step_bind_all(step, &steps->record);
     return step;
@@ -377,6 +377,12 @@ tp_step *tp_steps_take_new(tp_steps *steps) {
         return it;
     }
     return NULL;
+}
+
+void tp_steps_renew(tp_steps *steps) {
+    for (uint32_t i = 0; i < steps->count; i++) {
+        if (steps->at[i] != NULL) steps->at[i]->fresh = true;
+    }
 }
 
 void tp_steps_hold(tp_step *step) { step->held_count++; }

@@ -108,6 +108,8 @@ void tp_steps_settle(tp_steps *steps);
 /* A step whose trace nobody has seen: complete, new or with other times than before. NULL: none.
  * It is held; `fresh` is taken from it. The caller gives it back. O(TP_KINDS_MAX). */
 tp_step *tp_steps_take_new(tp_steps *steps);
+/* All of them count as new: their traces are as before. */
+void tp_steps_renew(tp_steps *steps);
 /* While a step is held its trace does not change and it is not forgotten. O(1). */
 void tp_steps_hold(tp_step *step);
 void tp_steps_give(tp_step *step);

@@ -96,7 +96,15 @@ typedef enum tp_rule {
     TP_RULE_REGION_WAIT = 1 << 12, /* the gate opens in the waits of a region's own thread only
                                          behind a marker of what it has launched so far */
     TP_RULE_REGION_WRITES = 1 << 13, /* what a region is known to use counts as written */
-    TP_RULE_REGION_ORDER = 1 << 14 /* copies wait, on the device, for the kernels of regions */
+    TP_RULE_REGION_ORDER = 1 << 14, /* copies wait, on the device, for the kernels of regions */
+    TP_RULE_WAITING_PINS =
+        1 << 15,                 /* pins of threads that wait for a fill do not keep it back */
+    TP_RULE_TICKET = 1 << 16,    /* one thread at a time gathers frames */
+    TP_RULE_WORKSPACE = 1 << 17, /* a block that was never a tensor is not evicted: a library's
+                                       workspace */
+    TP_RULE_RUN_AHEAD = 1 << 18, /* a thread that is ahead of the device waits for memory */
+    TP_RULE_CAPTURE = 1 << 19,   /* what a captured stream used never moves again */
+    TP_RULE_HOST_CAP = 1 << 20   /* host frames stay within their budget */
 } tp_rule;
 
 typedef struct tp_oom {
@@ -143,7 +151,8 @@ typedef struct tp_op {
     struct tp_op_pin *pins;
     uint32_t pin_count, pin_capacity;
     tp_stream stream;
-    uint64_t record;              /* the recording that it is in (pager/record.h); 0: none */
+    bool detached;   /* it has returned, and its work goes on: its pins are no thread's */
+    uint64_t record; /* the recording that it is in (pager/record.h); 0: none */
     uint32_t recorded, class_idx; /* its number there; its class */
     uint32_t timer;               /* 1 + what times it (pager/timing.h); 0: nothing */
     uint64_t recorded_total,
@@ -182,6 +191,8 @@ typedef struct tp_stats {
                                they were copied again */
     tp_tally unproven; /* CLEAN extents copied again because nothing proved them equal */
     tp_tally fingerprints; /* asked of the device */
+    tp_tally plans;        /* made for kinds of step; ns: the time it took */
+    uint64_t planned_ops;  /* operators that began while a plan was followed */
     tp_tally discards;     /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;

@@ -250,7 +250,7 @@ def debug(what: str) -> bool:
     """Return whether ``TORCHPAGER_DEBUG``, a list with commas, asks for something.
 
     ``readonly``: what is unchanged since it was copied to the host is mapped read-only, so that
-    a write that no operator announces faults where it stands.
+    a write that no operator announces faults where it stands. ``ondemand``: no plans are made.
     """
     return what in os.environ.get("TORCHPAGER_DEBUG", "").split(",")
 

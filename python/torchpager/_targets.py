@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from torchpager import _control, _core, _torch_cpu, hostmem, pluggable
+from torchpager import _control, _core, _torch_cpu, device_report, hostmem, pluggable
 from torchpager.errors import UnavailableError, out_of_memory, translate, translated
 from torchpager.sizes import format_size
 
@@ -35,6 +35,13 @@ class Settings:
     host_asked: bool = False
     offload: bool = False
     door: bool = False
+    report: bool = False
+    """Whether PyTorch's questions about the device are answered with ``device_bytes``."""
+
+    @property
+    def reported_bytes(self) -> int | None:
+        """What is reported as the device's memory; None: what it really has."""
+        return self.device_bytes if self.report else None
 
 
 class Target:
@@ -60,6 +67,13 @@ class Target:
 
     def close_door(self) -> None:
         """Have tensors served as they were before ``open_door``."""
+
+    def report(self, total_bytes: int | None) -> None:
+        """Have PyTorch report that much as the device's memory; None: the real figures.
+
+        On the simulated device there is nothing to do: PyTorch has no such figure for CPU
+        tensors.
+        """
 
     def flush(self) -> None:
         """Give caches back to the device."""
@@ -119,6 +133,9 @@ class Target:
                     partial(_core.set_budget, self.slot, old.device_bytes, old.host_bytes)
                 )
                 self._set_budget(new)
+            if new.reported_bytes != old.reported_bytes:
+                undos.append(partial(self.report, old.reported_bytes))
+                self.report(new.reported_bytes)
             if old.offload and not new.offload:
                 undos.append(partial(self._set_offload, True))
                 self._set_offload(False)
@@ -274,6 +291,10 @@ class WrapperTarget(Target):
         if not any(target.settings.door for target in others):
             self._glue.uninstall()
 
+    def report(self, total_bytes: int | None) -> None:
+        """Have PyTorch report that much as the device's memory; None: the real figures."""
+        device_report.report(self.slot, total_bytes, self.held_bytes)
+
     def flush(self) -> None:
         """Give our caches and the native allocator's back to the device."""
         super().flush()
@@ -317,6 +338,10 @@ class PluggableTarget(Target):
         torch.cuda.init()  # type: ignore[no-untyped-call]
         _open_cuda(self.slot, self.label, serve_small=True)
 
+    def report(self, total_bytes: int | None) -> None:
+        """Have PyTorch report that much as the device's memory; None: the real figures."""
+        device_report.report(self.slot, total_bytes, self.held_bytes)
+
     def outside_bytes(self) -> int:
         """Return context and libraries, as NVML sees the process, with a margin."""
         used = process_used_bytes(self.slot)
@@ -331,6 +356,8 @@ def _open_cuda(slot: int, label: str, serve_small: bool = False) -> None:
     except _core.CoreError as error:
         if error.status != "BUSY":  # opened meanwhile, by an allocation on another thread
             raise translate(error, f"opening {label}") from error
+    if _control.debug("ondemand"):
+        _core.set_planning(slot, False)
 
 
 _simulated: SimTarget | None = None
@@ -472,7 +499,7 @@ def process_used_bytes(index: int) -> int:
                 return int(process.usedGpuMemory)
     except pynvml.NVMLError as error:
         raise UnavailableError(f'scope="process" needs NVML, which says: {error}') from error
-    free, total = torch.cuda.mem_get_info(index)
+    free, total = _core.memory_info(index)
     return total - free
 
 

@@ -33,6 +33,10 @@ def announced(function: Callable[..., Any], mode: int) -> Callable[..., Any]:
     gate open; 8, arguments that ``self.fn.arg_names`` calls "in_ptr..." are only read. All others
     count as written. Tensors are looked for in tuples and lists, and in ``base`` of other objects."""
 
+def defer_collectives(change: int) -> None:
+    """Between a call with 1 and one with -1, collectives only begin later what they are asked for:
+    their operands become immovable."""
+
 def hook_forced(level: int) -> None:
     """Arm the hook regardless of watermarks (benchmarks and tests): 0 not, 1 for the
     operators that follow an allocation, 2 fully."""

@@ -25,6 +25,7 @@ class Budget(_control.Context):
         host: Size | None = None,
         device: DeviceLike = None,
         scope: Literal["allocator", "process"] = "allocator",
+        report_as_device: bool = False,
     ) -> None:
         super().__init__()
         if size is None:
@@ -38,11 +39,16 @@ class Budget(_control.Context):
             raise ValueError(
                 f"scope is {scope!r}; possible are {SCOPES[0]!r} and {SCOPES[1]!r}"
             )
+        if not isinstance(report_as_device, bool):
+            raise TypeError(
+                f"report_as_device is {report_as_device!r}; possible are True and False"
+            )
         check_size(size, name="budget")
         self._size = size
         self._host = host_size(host)
         self._device = device
         self._scope = scope
+        self._report = report_as_device
         self._target: Target | None = None
 
     def __repr__(self) -> str:
@@ -73,6 +79,7 @@ class Budget(_control.Context):
                 budgeted=True,
                 host_asked=found.host_asked or self._host is not None,
                 door=True,
+                report=found.report or self._report,
             )
         )
         _control.use_slot(target.slot)
@@ -107,6 +114,7 @@ def budget(
     host: Size | None = None,
     device: DeviceLike = None,
     scope: Literal["allocator", "process"] = "allocator",
+    report_as_device: bool = False,
 ) -> Budget:
     """Return a hard cap on device memory, for the whole process.
 
@@ -133,6 +141,13 @@ def budget(
         on entry, and 256 MiB are set aside for what libraries load later. In a container where
         NVML does not show this process, everything used on the device counts as its own. On the
         simulated device, which has no context, both scopes are the same.
+    report_as_device
+        Have ``torch.cuda.mem_get_info`` and ``torch.accelerator.get_memory_info`` answer with
+        this budget and what it leaves free, for programs that size their work by it. They
+        answer with the budget in force when a tighter one is entered inside. Default: the
+        device's own figures. ``get_device_properties`` describes the hardware either way, and
+        so does what a program bound to another name before. On the simulated device it does
+        nothing: PyTorch has no such figure for CPU tensors.
 
     Returns
     -------
@@ -155,7 +170,9 @@ def budget(
     >>> with torchpager.simulate("64 MiB"), torchpager.budget("16 MiB"):
     ...     x = torch.zeros(1 << 20)
     """
-    return Budget(size, host=host, device=device, scope=scope)
+    return Budget(
+        size, host=host, device=device, scope=scope, report_as_device=report_as_device
+    )
 
 
 def host_size(host: Size | None) -> Size | None:

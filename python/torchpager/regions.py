@@ -15,6 +15,9 @@ that the pager is told what a launch uses:
   On the simulated device, where its kernels take raw pointers and run within the call, its
   inputs, its constants and what it allocates stay in place for the length of the call.
 
+* Groups of collectives (``_coalescing_manager``, ``batch_isend_irecv``): NCCL begins what is
+  asked for within one only at its end, so what an operator returns says nothing of its work.
+
 * Autograd's engine. Its nodes are regions of their own where they need to be, on its own
   threads, so a region around the call (``torch.compile`` of a whole training step) leaves the
   gate open meanwhile.
@@ -97,6 +100,30 @@ def _package(found: _Function) -> _Function:
     return call
 
 
+def _group_begins(found: _Function) -> _Function:
+    @functools.wraps(found)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _torch_cpu.defer_collectives(1)
+        try:
+            return found(*args, **kwargs)
+        except BaseException:
+            _torch_cpu.defer_collectives(-1)
+            raise
+
+    return call
+
+
+def _group_ends(found: _Function) -> _Function:
+    @functools.wraps(found)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return found(*args, **kwargs)
+        finally:
+            _torch_cpu.defer_collectives(-1)
+
+    return call
+
+
 _ENTRY_POINTS: tuple[_EntryPoint, ...] = (
     _EntryPoint(
         "torch._inductor.runtime.triton_heuristics",
@@ -113,6 +140,18 @@ _ENTRY_POINTS: tuple[_EntryPoint, ...] = (
 _ENTRY_POINTS += tuple(
     _EntryPoint(module, None, "_engine_run_backward", _launch(_LIFTS))
     for module in ("torch.autograd", "torch.autograd.graph")
+)
+# Where NCCL gathers collectives; a torch without one lacks the class.
+_ENTRY_POINTS += tuple(
+    _EntryPoint("torch._C._distributed_c10d", owner, name, wrap)
+    for owner, prefix, suffix in (
+        ("ProcessGroup", "", "_coalescing"),
+        ("ProcessGroupNCCL", "_group", ""),
+    )
+    for name, wrap in (
+        (f"{prefix}_start{suffix}", _group_begins),
+        (f"{prefix}_end{suffix}", _group_ends),
+    )
 )
 _MODULES = frozenset(point.module for point in _ENTRY_POINTS)
 

@@ -69,6 +69,8 @@ class Stats:
     """Unchanged as far as was known, and copied again because nothing could prove it."""
     fingerprints: Tally = Tally()
     """Contents looked at on the device, to know whether they have changed."""
+    plans: Tally = Tally()
+    """Plans made for kinds of step, and the time that took."""
     discards: Tally = Tally()
     """Freed bytes forgotten without a copy."""
     frame_creates: Tally = Tally()
@@ -78,6 +80,8 @@ class Stats:
     cache_hits: int = 0
     born_in_host: int = 0
     """Tensors made in HOST because the device had no room."""
+    planned_ops: int = 0
+    """Operators that began while a plan was carried out."""
     ooms: int = 0
     """Allocations that failed."""
     optimizer_chunks: int = 0

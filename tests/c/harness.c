@@ -133,6 +133,11 @@ unsigned test_rounds(unsigned normal) {
     return rounds < 1 ? 1 : (unsigned)rounds;
 }
 
+uint32_t test_rules_off(void) {
+    const char *text = getenv("TP_RULES_OFF");
+    return text == NULL ? 0 : (uint32_t)strtoul(text, NULL, 0);
+}
+
 static void seed_choose(void) {
     const char *text = getenv("TP_SEED");
     if (text != NULL && *text != '\0') {

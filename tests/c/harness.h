@@ -10,7 +10,8 @@
  * when all that ran were skipped, 2 when no test has a name asked for.
  *
  * Environment: TP_SEED (of the random tests; printed when a test fails), TP_TEST_TIMEOUT_S (for
- * each test, 300), TP_TEST_ROUNDS_FACTOR (multiplies test_rounds), TP_TEST_VERBOSE. */
+ * each test, 300), TP_TEST_ROUNDS_FACTOR (multiplies test_rounds), TP_RULES_OFF (a sum of tp_rule,
+ * in force for every world and rig), TP_TEST_VERBOSE. */
 #ifndef TP_TESTS_HARNESS_H
 #define TP_TESTS_HARNESS_H
 
@@ -85,5 +86,8 @@ uint64_t test_random(uint64_t *state);
 uint64_t test_random_below(uint64_t *state, uint64_t bound);
 /* `normal` times TP_TEST_ROUNDS_FACTOR: fewer under a sanitizer, more in a stress run. */
 unsigned test_rounds(unsigned normal);
+
+/* TP_RULES_OFF: the rules that this run does without, to see which tests miss them. */
+uint32_t test_rules_off(void);
 
 #endif

@@ -36,10 +36,12 @@ void rig_open(rig *r, const rig_options *options) {
                         .segment_bytes = 64 * TP_MIB,
                         .offload = !options->no_offload,
                         .strict = options->strict,
-                        .serve_small = options->serve_small};
+                        .serve_small = options->serve_small,
+                        .rules_off = test_rules_off()};
     if (options->manual) config.hooks = (tp_hooks){.ctx = r, .wait_begin = step_while_waiting};
     if (options->hooks != NULL) config.hooks = *options->hooks;
     MUST_OK(tp_core_create(&config, r->dev, &r->core, &test_error));
+    tp_core_set_planning(r->core, !options->no_plans);
     for (unsigned i = 0; i < RIG_STREAMS; i++) {
         MUST_OK(tp_sim_stream_create(r->sim, &r->streams[i], &test_error));
     }

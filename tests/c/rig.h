@@ -21,6 +21,7 @@ typedef struct rig_options {
     size_t host_bytes;   /* 0: no limit */
     size_t large_min_bytes;
     bool no_offload, manual, serve_small, strict, no_context_marker;
+    bool no_plans;
     const tp_hooks *hooks;
 } rig_options;
 

@@ -535,14 +535,31 @@ TEST(threads_share_a_core_and_agree_with_their_models) {
     }
 }
 
+/* So little memory that every rule about mappings matters soon. */
+static world_options tight(uint64_t seed, unsigned round) {
+    world_options options = usual(seed);
+    options.budget_bytes = (96 + 64 * (round % 4)) * TP_KIB;
+    options.fixed_sizes = true;
+    return options;
+}
+
+TEST(tight_schedules_agree_with_the_model) {
+    uint64_t state = test_seed();
+    unsigned violations = 0;
+    const unsigned rounds = test_rounds(200);
+    for (unsigned i = 0; i < rounds && violations == 0 && test_failures() == 0; i++) {
+        const world_options options = tight(test_random(&state), i);
+        run_schedule(&options, 150, &violations);
+    }
+    EXPECT_EQ(violations, 0);
+}
+
 /* Each rule, switched off, must be missed: some schedule goes wrong. */
 static void expect_rule_needed(uint32_t rule, unsigned schedules) {
     uint64_t state = test_seed();
     unsigned violations = 0, tried = 0;
     for (; tried < schedules && violations == 0; tried++) {
-        world_options options = usual(test_random(&state));
-        options.budget_bytes = (96 + 64 * (tried % 4)) * TP_KIB;
-        options.fixed_sizes = true;
+        world_options options = tight(test_random(&state), tried);
         options.blind_writers = rule == TP_RULE_FINGERPRINT;
         options.rules_off = rule;
         run_schedule(&options, 150, &violations);
@@ -568,7 +585,7 @@ RULE_TEST(fill_completion, TP_RULE_FILL_COMPLETE, 3000)
 RULE_TEST(written_meanwhile, TP_RULE_WRITTEN_MEANWHILE | TP_RULE_FINGERPRINT, 3000)
 RULE_TEST(fingerprints, TP_RULE_FINGERPRINT, 3000)
 
-/* Two rules are seldom needed by chance: each has a scene of its own. */
+/* Three rules are seldom needed by chance: each has a scene of its own. */
 
 /* A kernel still has to write to a block in HOST when the block's fill is asked for. */
 static unsigned write_in_host_then_fill(uint64_t seed, uint32_t rules_off) {
@@ -628,11 +645,44 @@ static unsigned free_while_writing_back(uint64_t seed, uint32_t rules_off) {
     return world_violations(&w);
 }
 
+static void *alloc_and_free(void *arg) {
+    world *w = arg;
+    tp_addr addr = 0;
+    EXPECT_OK(tp_alloc(w->core, 16 * TP_KIB, w->streams[2], 0, &addr, NULL, &test_error));
+    tp_free(w->core, addr);
+    return NULL;
+}
+
+/* An eviction was decided before a region's kernel was launched, and waits for the gate, which opens
+ * when the region's own thread waits for memory. */
+static unsigned launch_in_region_then_wait(uint64_t seed, uint32_t rules_off) {
+    world w;
+    world_options options = usual(seed);
+    options.budget_bytes = 64 * TP_KIB;
+    options.rules_off = rules_off;
+    world_open(&w, &options);
+    for (unsigned i = 0; i < 4; i++) MUST(world_alloc(&w, i, 16 * TP_KIB, 0));
+    world_drain(&w);
+    tp_region region = {0};
+    region_begin(&w, &region, -1);
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, alloc_and_free, &w) == 0);
+    EXPECT(pthread_join(thread, NULL) == 0); /* it was born in HOST: the gate is closed */
+    EXPECT_EQ(world_stats(&w).evictions.count, 0);
+    world_drain(&w);
+    world_blind_read(&w, 1, 0, false);
+    MUST(world_alloc(&w, 4, 16 * TP_KIB, 0));
+    EXPECT_EQ(info_of(&w, 0).host_count, 1);
+    region_end(&region);
+    world_close(&w);
+    return world_violations(&w);
+}
+
 static void expect_scene_needs(unsigned (*scene)(uint64_t seed, uint32_t rules_off),
-                               uint32_t rule) {
+                               uint32_t rule, unsigned rounds) {
     uint64_t state = test_seed();
     unsigned with = 0, without = 0;
-    for (unsigned i = 0; i < 40 && test_failures() == 0; i++) {
+    for (unsigned i = 0; i < rounds && test_failures() == 0; i++) {
         const uint64_t seed = test_random(&state);
         with += scene(seed, 0);
         without += scene(seed, rule);
@@ -642,9 +692,14 @@ static void expect_scene_needs(unsigned (*scene)(uint64_t seed, uint32_t rules_o
 }
 
 TEST(fill_waits_for_writes_over_host) {
-    expect_scene_needs(write_in_host_then_fill, TP_RULE_FILL_ORDER);
+    expect_scene_needs(write_in_host_then_fill, TP_RULE_FILL_ORDER, 40);
 }
 
 TEST(frames_of_a_freed_block_wait_for_its_write_back) {
-    expect_scene_needs(free_while_writing_back, TP_RULE_BUSY_FRAME);
+    expect_scene_needs(free_while_writing_back, TP_RULE_BUSY_FRAME, 40);
+}
+
+TEST(gate_opens_for_a_wait_only_behind_what_its_region_has_launched) {
+    expect_scene_needs(launch_in_region_then_wait, TP_RULE_REGION_WAIT | TP_RULE_FINGERPRINT,
+                       8);
 }

@@ -390,6 +390,104 @@ TEST(thread_that_ended_an_operator_of_another_one_keeps_its_patience) {
     rig_close(&r);
 }
 
+/* A collective: the operator has returned, and somebody else goes on with its operands. */
+TEST(detached_operator_holds_its_operands_until_it_ends_elsewhere) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = 64 * TP_KIB, .manual = true});
+    rig_press(&r); /* so that each operator's end is marked by itself */
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    rig_op(&r, 0, a, 32 * TP_KIB, 1, true);
+    rig_drain(&r);
+    const tp_access access = {a, true};
+    tp_op op = {0};
+    tp_op_begin(r.core, &op, &access, 1, r.streams[0]);
+    tp_op_detach(&op, NULL);
+    EXPECT_STATUS(tp_evict(r.core, a, &test_error), TP_BUSY);
+    /* On a stream that the core knows nothing of. */
+    rig_hold(&r, 7);
+    rig_launch(&r, 7, a, 32 * TP_KIB, 5, true);
+    tp_op_end(&op, NULL, 0, NULL);
+    tp_op_fini(&op);
+    EXPECT_OK(tp_evict(r.core, a, &test_error));
+    EXPECT_EQ(rig_stats(&r).unseen_writes.count, 0); /* the write-back came after it */
+    rig_op(&r, 1, a, 32 * TP_KIB, 5, false);
+    rig_close(&r);
+    EXPECT_EQ(atomic_load(&r.wrong), 0);
+}
+
+typedef struct slow_op {
+    two_ops it;
+    unsigned waits;
+} slow_op;
+
+static void *end_in_fourth_wait(void *ctx) {
+    slow_op *slow = ctx;
+    if (++slow->waits == 4) end_one(&slow->it, 1);
+    return NULL;
+}
+
+static void detach_then_alloc(void *arg) {
+    two_ops *it = &((slow_op *)arg)->it;
+    const tp_access access = {it->q.addr, true};
+    tp_op_begin(it->r->core, &it->op[1], &access, 1, it->r->streams[0]);
+    tp_op_detach(&it->op[1], NULL);
+    ask_alloc(&it->q);
+}
+
+/* A thread waits for what its own collective holds as for another thread's pins. */
+TEST(thread_waits_for_its_own_detached_operator) {
+    rig r;
+    slow_op slow = {.it = {.r = &r, .q = {.r = &r, .bytes = 32 * TP_KIB}}};
+    const tp_hooks hooks = {.ctx = &slow, .wait_begin = end_in_fourth_wait};
+    rig_open(&r, &(rig_options){.budget_bytes = 32 * TP_KIB, .hooks = &hooks});
+    slow.it.q.addr = rig_alloc(&r, 32 * TP_KIB, 0);
+    MUST(rig_returns(detach_then_alloc, &slow, 20));
+    EXPECT(slow.waits >= 4);
+    EXPECT_EQ(slow.it.q.status, TP_OK);
+    EXPECT_EQ(rig_info(&r, slow.it.q.addr).resident_bytes, 32 * TP_KIB);
+    tp_op_fini(&slow.it.op[1]);
+    rig_close(&r);
+}
+
+TEST(what_a_detached_operator_adopted_stays_until_both_have_ended) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    for (int first = 0; first < 2; first++) {
+        tp_op outer = {0}, inner = {0};
+        tp_op_begin(r.core, &outer, NULL, 0, r.streams[0]);
+        tp_op_begin(r.core, &inner, NULL, 0, r.streams[0]);
+        tp_addr a = 0;
+        MUST_OK(tp_alloc(r.core, 32 * TP_KIB, r.streams[0], TP_ALLOC_PINNED | TP_ALLOC_SEEN, &a,
+                         NULL, &test_error));
+        tp_op_adopt(&inner, a);
+        tp_op_detach(&inner, &outer);
+        EXPECT_EQ(rig_info(&r, a).pin_count, 2);
+        tp_op_end(first == 0 ? &outer : &inner, NULL, 0, NULL);
+        EXPECT_EQ(rig_info(&r, a).pin_count, 1);
+        tp_op_end(first == 0 ? &inner : &outer, NULL, 0, NULL);
+        EXPECT_EQ(rig_info(&r, a).pin_count, 0);
+        tp_op_fini(&inner);
+        tp_op_fini(&outer);
+        tp_free(r.core, a);
+    }
+    rig_close(&r);
+}
+
+TEST(operands_of_an_exported_operator_never_move_again) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    const tp_access access = {a, false};
+    tp_op op = {0};
+    tp_op_begin(r.core, &op, &access, 1, r.streams[0]);
+    tp_op_export(&op);
+    tp_op_end(&op, NULL, 0, NULL);
+    tp_op_fini(&op);
+    EXPECT(rig_info(&r, a).immovable);
+    EXPECT_STATUS(tp_evict(r.core, a, &test_error), TP_BUSY);
+    rig_close(&r);
+}
+
 /* ---- frames ------------------------------------------------------------------------------ */
 
 /* Other programs use the card, too: the budget is more than the device has. */
@@ -474,6 +572,25 @@ TEST(nothing_moves_before_the_hook_is_armed_and_settled) {
     EXPECT(rig_stats(&r).evictions.count > 0);
     EXPECT(tp_now_ns() > it.heard_ns + 15000000u);
     EXPECT_EQ(it.level, TP_ARM_FULL);
+    rig_close(&r);
+}
+
+/* Nothing has woken the pager's thread since: the marker that the gate waits for is recorded by whoever
+ * wants to evict. */
+TEST(eviction_asked_for_long_after_arming_is_not_called_off) {
+    rig r;
+    first_arming it = {.r = &r};
+    const tp_hooks hooks = {.ctx = &it, .arm = hook_arm_first};
+    rig_open(&r, &(rig_options){.budget_bytes = 256 * TP_KIB, .hooks = &hooks});
+    const tp_addr a = rig_alloc(&r, 32 * TP_KIB, 0);
+    tp_mark_seen(r.core, a);
+    EXPECT_OK(tp_evict(r.core, a, &test_error)); /* which arms */
+    tp_addr b = 0;
+    MUST_OK(tp_alloc(r.core, 32 * TP_KIB, r.streams[0], TP_ALLOC_UNKNOWN | TP_ALLOC_SEEN, &b,
+                     NULL, &test_error));
+    const struct timespec longer = {1, 100000000};
+    (void)nanosleep(&longer, NULL);
+    EXPECT_OK(tp_evict(r.core, b, &test_error));
     rig_close(&r);
 }
 

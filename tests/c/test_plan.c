@@ -165,6 +165,13 @@ static bool is_candidate(const walk *w, const tp_act *act, uint32_t block, uint3
     return saw_in && saw_out; /* else the last one was in the step before */
 }
 
+/* In the step, or born in it. */
+static bool used_before(const scene *s, uint32_t op, uint32_t block) {
+    for (uint32_t i = 0; i < op; i++)
+        if (s->blocks[block].born_op == i || operand_of(s, i, block) != NULL) return true;
+    return false;
+}
+
 static void walk_evict(walk *w, const tp_act *act) {
     const uint32_t b = act->block, e = act->extent;
     EXPECT(w->resident[b][e] && !w->dirty[b][e]);
@@ -172,11 +179,15 @@ static void walk_evict(walk *w, const tp_act *act) {
     EXPECT(w->alive[b]);
     const uint32_t mine = distance(w, act->op, b, e);
     EXPECT(mine > 0);
-    /* The farthest next use. What is left in HOST where it happens to be resident is no use,
-     * but that does not show in the plan. */
+    /* The farthest next use, but that what is refilled for the next step goes before what stays
+     * until then, on both sides of the boundary. What is left in HOST where it happens to be resident is no use, but that does
+     * not show in the plan. */
+    const bool refilled_for_a_step =
+        act->op + mine >= w->s->trace.op_count || !used_before(w->s, act->op, b);
     for (uint32_t i = 0; i < w->s->trace.block_count && !w->s->ops[0].streams; i++)
         for (uint32_t j = 0; j < extents_of(w->s, i); j++)
-            if (is_candidate(w, act, i, j)) EXPECT(mine >= distance(w, act->op, i, j));
+            if (is_candidate(w, act, i, j) && !refilled_for_a_step)
+                EXPECT(mine >= distance(w, act->op, i, j));
     /* Without headroom the next act says what it was for: a fill, or else the births of this
      * operator. */
     const tp_act *next = act, *end = w->plan->acts + w->plan->act_count;
@@ -373,8 +384,8 @@ TEST(cycle_keeps_a_prefix_resident) {
     }
     tp_plan plan;
     make(&s, &plan);
-    /* Least recently used would move all ten; farthest next use moves 10 x 2 / 9. */
-    EXPECT(plan.in_bytes <= 3 * EXTENT);
+    /* Least recently used would move all ten. Six stay: one is in use, and one on its way. */
+    EXPECT(plan.in_bytes <= 4 * EXTENT);
     EXPECT_EQ(plan.out_bytes, 0); /* weights are written out once, not in each step */
     EXPECT_EQ(plan.step_ns, 10 * 1000);
     tp_plan_fini(&plan);

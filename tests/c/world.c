@@ -162,7 +162,7 @@ void world_open(world *w, const world_options *options) {
                               .offload = options->offload,
                               .strict = options->strict,
                               .readonly_clean = options->readonly_clean,
-                              .rules_off = options->rules_off};
+                              .rules_off = options->rules_off | test_rules_off()};
     MUST_OK(tp_core_create(&config, w->dev, &w->core, &test_error));
     open_streams(w);
     announce_streams(w);

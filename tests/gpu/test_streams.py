@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -273,6 +274,43 @@ def test_collective_on_its_own_stream_finds_its_operands_while_memory_is_tight(
                 assert holds(inputs, turn)
             assert all(holds(tensor, 106 + i) for i, tensor in enumerate(kept))
             del kept, tensor, inputs, gathered, pieces, works, work
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_operands_of_a_collective_that_nobody_waits_for_move_once_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's event says so; a group of collectives has none of its own until it has ended."""
+    from torch import distributed
+
+    if not distributed.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        with paging(64 * MIB):
+            kept = [filled(i) for i in range(8)]  # more than the budget: everything is watched
+            inputs, gathered, grouped = filled(3), filled(-1), filled(4)
+            distributed.all_gather_into_tensor(gathered, inputs)
+            torch.cuda._sleep(CYCLES)
+            work = distributed.all_gather_into_tensor(gathered, inputs, async_op=True)
+            assert testing.state(inputs).pins > 0
+            end = time.monotonic() + 30
+            while not work.is_completed():
+                assert time.monotonic() < end
+            for tensor in (inputs, gathered):
+                testing.evict(tensor)
+                assert not testing.state(tensor).immovable
+            assert holds(gathered, 3)
+            assert torchpager.stats().unseen_writes.count == 0
+            with distributed._coalescing_manager(device=torch.device("cuda")):
+                distributed.broadcast(grouped, 0)
+            assert testing.state(grouped).immovable
+            assert holds(grouped, 4)
+            assert all(holds(tensor, i) for i, tensor in enumerate(kept))
+            del kept, inputs, gathered, grouped, tensor, work
     finally:
         distributed.destroy_process_group()
 

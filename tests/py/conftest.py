@@ -1,6 +1,7 @@
 """Fixtures shared by the Python tests. No test may leave anything in force."""
 
 import gc
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,19 @@ def nothing_left_behind():
         if not close_core():
             gc.collect()
             assert close_core(), "tensors of a simulated device are alive"
+
+
+@pytest.fixture(autouse=True)
+def mechanisms(monkeypatch):
+    """Take away what ``make mechanisms`` does without in this run."""
+    if os.environ.get("TORCHPAGER_TEST_WITHOUT") == "restore_on_exit":
+        unwind = _control.unwind
+
+        def only_end(undos):
+            del undos[1:]  # the first one takes the context off the stack
+            return unwind(undos)
+
+        monkeypatch.setattr(_control, "unwind", only_end)
 
 
 @pytest.fixture(autouse=True)

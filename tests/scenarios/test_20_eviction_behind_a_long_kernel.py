@@ -8,7 +8,7 @@ Right: the eviction waits for that work, and not for what is queued after it was
 T holds the kernel's result.
 
 CPU tensors' operators are done when they return. On the simulated device tests/c/test_core.c
-shows it under seeded schedules (switches ``TP_RULE_LAST_USE``, ``TP_RULE_CONTEXT_MARKER``,
+shows it under seeded schedules (switches ``TP_RULE_CONTEXT_MARKER`` and
 ``TP_RULE_WRITE_BACK_ORDER``).
 """
 

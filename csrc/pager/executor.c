@@ -1,0 +1,236 @@
+#include "pager/executor.h"
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "pager/extent.h"
+#include "pager/fill.h"
+#include "pager/pager.h"
+#include "pager/reclaim.h"
+
+/* ---- acts ------------------------------------------------------------------------------------ */
+
+static bool may_move(const tp_block *block) { return block->seen && !tp_block_fixed(block); }
+
+/* One marker stands for all decisions that are made at the same operator. */
+static bool decide(tp_pager *pager, tp_marker *decided) {
+    if (decided->seq != 0) return true;
+    return tp_marker_record_context(&pager->markers, decided, NULL) == TP_OK;
+}
+
+static void list(tp_pager *pager, tp_extent *extent) {
+    if (!tp_link_in_list(&extent->inflight)) {
+        tp_list_push_back(&pager->inflight, &extent->inflight);
+    }
+}
+
+static void write_back(tp_pager *pager, tp_extent *extent, tp_marker *decided) {
+    if (extent->state != TP_EXTENT_DIRTY || extent->busy || extent->evict) return;
+    if (pager->host_full || !decide(pager, decided)) return;
+    extent->write_back = true;
+    extent->decided = *decided;
+    list(pager, extent);
+}
+
+static void evict(tp_pager *pager, tp_extent *extent, tp_marker *decided) {
+    if (!tp_extent_resident(extent->state) || extent->busy || extent->evict) return;
+    if (extent->state == TP_EXTENT_DIRTY && pager->host_full) return;
+    if (!decide(pager, decided)) return;
+    extent->evict = true;
+    extent->decided = *decided;
+    list(pager, extent);
+}
+
+static void wish(tp_pager *pager, tp_block *block, uint32_t extent) {
+    tp_executor *it = &pager->executor;
+    if (block->extents[extent].state != TP_EXTENT_HOST || it->wish_count == TP_WISHES_MAX) {
+        return;
+    }
+    it->wishes[(it->wish_first + it->wish_count++) % TP_WISHES_MAX] =
+        (tp_wish){block, block->generation, extent};
+}
+
+static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
+                      tp_marker *decided) {
+    const tp_identity *identity = tp_steps_live(step, act->block);
+    if (identity == NULL) return;
+    tp_block *block = TP_CONTAINER(identity, tp_block, identity);
+    if (!may_move(block) || act->extent >= block->extent_count) return;
+    tp_extent *extent = &block->extents[act->extent];
+    switch (act->kind) {
+    case TP_ACT_WRITE_BACK: write_back(pager, extent, decided); break;
+    case TP_ACT_EVICT: evict(pager, extent, decided); break;
+    case TP_ACT_FILL: wish(pager, block, act->extent); break;
+    case TP_ACT_LEAVE: extent->leave = extent->state == TP_EXTENT_HOST; break;
+    }
+}
+
+/* ---- following ------------------------------------------------------------------------------- */
+
+/* The step that is followed. NULL: none, or it has been forgotten since. */
+static const tp_step *followed(const tp_pager *pager) {
+    const tp_executor *it = &pager->executor;
+    const tp_step *step = it->built != 0 ? pager->steps.at[it->slot] : NULL;
+    return step != NULL && step->built == it->built ? step : NULL;
+}
+
+/* The first act that comes before an operator later than `op`. */
+static uint32_t first_after(const tp_plan *plan, uint32_t op) {
+    uint32_t low = 0, high = plan->act_count;
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (plan->acts[middle].op <= op) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+/* Where the program is, if a plan can be followed there. */
+static const tp_plan *find_plan(tp_pager *pager) {
+    tp_executor *it = &pager->executor;
+    const tp_position where = tp_steps_where(&pager->steps);
+    const bool known = where.step != NULL && !where.lost && where.op != TP_NO_OP;
+    const tp_plan *plan = known ? tp_plans_find(&pager->plans, where.step) : NULL;
+    it->following = plan != NULL && pager->offload && pager->capture_depth == 0 &&
+                    !pager->page_out_before_op && !tp_pager_halted(pager);
+    if (!it->following) return NULL;
+    const bool moved_on = it->built == where.step->built &&
+                          it->recording == pager->steps.record.number && !it->stale &&
+                          where.op >= it->op;
+    if (!moved_on) {
+        if (where.op == 0) tp_plans_review(pager, where.step);
+        /* A step has begun: everything in its list is to come. In the middle of one: what has
+         * been missed is not caught up with. */
+        const bool foreseen = it->foreseen == where.step->built && where.op == 0 && !it->stale;
+        it->next = where.op > 0 ? first_after(plan, where.op - 1)
+                   : foreseen   ? first_after(plan, 0)
+                                : 0;
+        it->foreseen = 0;
+        it->slot = where.step->slot;
+        it->built = where.step->built;
+        it->recording = pager->steps.record.number;
+        it->stale = false;
+    }
+    it->op = where.op;
+    return plan;
+}
+
+/* A step begins. What its plan supposes to be on the device and is not (the plan is new, or the last
+ * step left its own) comes as soon as it can, and what is needed last goes for it. */
+static void put_right(tp_pager *pager, const tp_step *step, const tp_plan *plan) {
+    size_t missing = 0;
+    for (uint32_t i = 0; i < plan->resident_count; i++) {
+        const tp_identity *identity = tp_steps_live(step, plan->resident[i].block);
+        if (identity == NULL) continue;
+        tp_block *block = TP_CONTAINER(identity, tp_block, identity);
+        const uint32_t number = plan->resident[i].extent;
+        if (!may_move(block) || number >= block->extent_count) continue;
+        const tp_extent *extent = &block->extents[number];
+        if (extent->state != TP_EXTENT_HOST || extent->device != NULL) continue;
+        wish(pager, block, number);
+        missing += extent->bytes;
+    }
+    if (missing == 0) return;
+    const size_t spare =
+        pager->device_frames.free_bytes +
+        tp_sub_floor(tp_budget_frame_cap(&pager->budget), pager->device_frames.created_bytes) +
+        tp_reclaim_incoming(pager).bytes;
+    if (missing > spare) (void)tp_reclaim_start(pager, missing - spare, 0);
+    tp_pager_wake(pager);
+}
+
+static void hand_out(tp_pager *pager, const tp_step *step, const tp_plan *plan,
+                     uint32_t until) {
+    tp_executor *it = &pager->executor;
+    tp_marker decided = {0};
+    const uint32_t first = it->next;
+    while (it->next < plan->act_count && plan->acts[it->next].op <= until) {
+        carry_out(pager, step, &plan->acts[it->next++], &decided);
+    }
+    if (it->next != first) tp_pager_wake(pager);
+}
+
+/* A step has launched its last operator: what comes before the first one of the step that follows
+ * as a rule. */
+static void foresee(tp_pager *pager, const tp_step *step) {
+    const tp_step *next = tp_steps_expected(&pager->steps, step);
+    const tp_plan *plan = next != NULL ? tp_plans_find(&pager->plans, next) : NULL;
+    if (plan == NULL) return;
+    put_right(pager, next, plan);
+    tp_marker decided = {0};
+    for (uint32_t i = 0; i < plan->act_count && plan->acts[i].op == 0; i++) {
+        if (plan->acts[i].kind != TP_ACT_LEAVE)
+            carry_out(pager, next, &plan->acts[i], &decided);
+    }
+    pager->executor.foreseen = next->built;
+    tp_pager_wake(pager);
+}
+
+void tp_executor_begin(tp_pager *pager) {
+    if (!tp_steps_on(&pager->steps)) return;
+    tp_plans_poll(pager);
+    const tp_plan *plan = find_plan(pager);
+    if (plan == NULL) return;
+    pager->stats.planned_ops++;
+    const tp_step *step = followed(pager);
+    if (pager->executor.op == 0 && pager->executor.next == 0) put_right(pager, step, plan);
+    hand_out(pager, step, plan, pager->executor.op);
+}
+
+void tp_executor_launched(tp_pager *pager) {
+    tp_executor *it = &pager->executor;
+    if (!it->following || it->stale || it->recording != pager->steps.record.number) return;
+    const tp_step *step = followed(pager);
+    const tp_plan *plan = step != NULL ? tp_plans_find(&pager->plans, step) : NULL;
+    if (plan == NULL) return;
+    hand_out(pager, step, plan, it->op + 1);
+    if (it->op + 1 == step->trace.op_count && it->foreseen == 0) foresee(pager, step);
+}
+
+void tp_executor_stop(tp_pager *pager) {
+    pager->executor.following = false;
+    pager->executor.built = 0;
+    pager->executor.wish_count = 0;
+}
+
+uint32_t tp_executor_distance(const tp_pager *pager, const tp_block *block) {
+    const tp_step *step = followed(pager);
+    const uint32_t number = step != NULL ? tp_steps_block(step, &block->identity) : TP_NO_OP;
+    if (number == TP_NO_OP) return UINT32_MAX;
+    const uint32_t op = pager->executor.op;
+    const uint32_t next = tp_steps_next_use(step, number, op + 1);
+    return next == TP_NO_OP ? UINT32_MAX : next - op;
+}
+
+/* ---- fills ----------------------------------------------------------------------------------- */
+
+static void wish_done(tp_executor *it) {
+    it->wish_first = (it->wish_first + 1) % TP_WISHES_MAX;
+    it->wish_count--;
+}
+
+bool tp_executor_fill(tp_pager *pager) {
+    tp_executor *it = &pager->executor;
+    bool begun = false;
+    while (it->wish_count > 0 && !tp_pager_halted(pager)) {
+        const tp_wish wish = it->wishes[it->wish_first];
+        tp_block *block = wish.block;
+        const bool alive = block->generation == wish.generation && block->life == TP_BLOCK_LIVE;
+        tp_extent *extent = alive ? &block->extents[wish.extent] : NULL;
+        if (!alive || extent->state != TP_EXTENT_HOST || extent->device != NULL) {
+            wish_done(it);
+            continue;
+        }
+        bool dropped = false;
+        tp_frame *frame = tp_reclaim_spare_frame(pager, extent->bytes, &dropped);
+        begun |= dropped;
+        if (frame == NULL) break;
+        begun = true;
+        /* While the lock was dropped the list may have been emptied, and filled again. */
+        if (it->wish_count > 0 && it->wishes[it->wish_first].block == block) wish_done(it);
+        (void)tp_fill_begin(pager, block, wish.generation, extent, 0, frame);
+    }
+    return begun;
+}

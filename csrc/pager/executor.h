@@ -1,0 +1,60 @@
+/* executor: carries out the plan of the step that runs.
+ *
+ * It is told of each operator when it begins and when it has been launched, and hands out the
+ * plan's acts up to there, in order: marks extents to be written back or evicted, notes fills
+ * that are wanted, and operands that are to be left in HOST. It waits for nothing. The rest
+ * happens as always, behind the same markers, pins and gate: the pager's thread moves bytes, an
+ * operator whose operand has not come yet waits for it, an allocation that finds no memory
+ * waits or evicts. So a plan that is wrong, or that the program leaves, costs time and nothing
+ * else: an act that does not fit the state of its extent is skipped.
+ *
+ * While the program is astray nothing is handed out; found again, it is at once where it is now.
+ * While a plan is followed, nobody evicts or fills by order of last use. */
+#ifndef TP_PAGER_EXECUTOR_H
+#define TP_PAGER_EXECUTOR_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "memory/space.h"
+#include "pager/plan.h"
+#include "pager/steps.h"
+
+struct tp_pager;
+
+enum { TP_WISHES_MAX = 1024 };
+
+/* An extent that is to be filled when there is a frame for it. */
+typedef struct tp_wish {
+    tp_block *block;
+    uint64_t generation;
+    uint32_t extent;
+} tp_wish;
+
+typedef struct tp_executor {
+    bool following; /* a plan */
+    bool stale;     /* `next` is to be found anew */
+    uint32_t slot;  /* of the step that is followed, and its tp_step.built; 0: none */
+    uint64_t built;
+    uint64_t recording; /* in which `next` was found */
+    uint32_t op;        /* the operator that began last */
+    uint32_t next;      /* the first act that is not handed out */
+    /* tp_step.built of the step whose first acts were handed out at the end of the last; 0: none */
+    uint64_t foreseen;
+    tp_wish wishes[TP_WISHES_MAX]; /* a ring, in order */
+    uint32_t wish_first, wish_count;
+} tp_executor;
+
+/* An operator begins: the acts that come before it, it included. */
+void tp_executor_begin(struct tp_pager *pager);
+/* The operator that began last has been launched: the acts before the next one. */
+void tp_executor_launched(struct tp_pager *pager);
+/* The hook is not armed any more. */
+void tp_executor_stop(struct tp_pager *pager);
+/* On the pager's thread: begins the fills that are wanted, as far as there are frames. May drop the
+ * lock. True: something was begun. */
+bool tp_executor_fill(struct tp_pager *pager);
+/* How many operators from now on a block is used next, as far as is known; UINT32_MAX: not soon. */
+uint32_t tp_executor_distance(const struct tp_pager *pager, const tp_block *block);
+
+#endif

@@ -1,0 +1,210 @@
+/* Plans carried out: what a step is known to need decides what moves, whatever the program does the
+ * bytes are right, and a plan that does not fit costs nothing but time. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "harness.h"
+#include "rig.h"
+
+enum {
+    WEIGHTS = 16,
+    BYTES = 2 * RIG_EXTENT,
+    KERNEL_NS = 3000000,
+    BUDGET = WEIGHTS * BYTES / 2
+};
+
+typedef struct program {
+    rig r;
+    tp_addr weights[WEIGHTS], kept[WEIGHTS];
+    uint64_t values[WEIGHTS]; /* what each weight holds */
+    uint64_t clock;
+} program;
+
+static void open_program(program *p, bool plans) {
+    memset(p, 0, sizeof *p);
+    rig_open(&p->r, &(rig_options){.budget_bytes = BUDGET, .no_plans = !plans});
+    for (uint32_t i = 0; i < WEIGHTS; i++) {
+        p->weights[i] = rig_alloc(&p->r, BYTES, 0);
+        p->values[i] = ++p->clock;
+        rig_op(&p->r, 0, p->weights[i], BYTES, p->values[i], true);
+    }
+}
+
+static void close_program(program *p) {
+    for (uint32_t i = 0; i < WEIGHTS; i++) {
+        rig_op(&p->r, 0, p->weights[i], BYTES, p->values[i], false);
+    }
+    rig_drain(&p->r);
+    EXPECT_OK(tp_core_check(p->r.core, &test_error));
+    const unsigned wrong = atomic_load(&p->r.wrong);
+    rig_close(&p->r);
+    EXPECT_EQ(wrong, 0);
+}
+
+/* So that the pager's thread has time for what a kernel would take. */
+static void pause_us(long us) {
+    const struct timespec pause = {.tv_nsec = us * 1000};
+    (void)nanosleep(&pause, NULL);
+}
+
+static void nothing(tp_device *dev, void *arg) {
+    (void)dev;
+    (void)arg;
+}
+
+/* An operator that reads a weight, or writes it, and may make a block of that size. */
+static tp_addr op(program *p, const char *name, uint32_t weight, bool write, bool make) {
+    rig *r = &p->r;
+    const tp_access access = {p->weights[weight], write};
+    tp_op it = {.name = tp_op_name(name)};
+    tp_op_begin(r->core, &it, &access, 1, r->streams[0]);
+    tp_addr made = 0;
+    if (make) {
+        MUST_OK(
+            tp_alloc(r->core, BYTES, r->streams[0], TP_ALLOC_PINNED, &made, NULL, &test_error));
+        tp_op_adopt(&it, made);
+        rig_launch(r, 0, made, BYTES, p->values[weight], true);
+    }
+    rig_launch(r, 0, p->weights[weight], BYTES, p->values[weight], false);
+    if (write) {
+        rig_launch(r, 0, p->weights[weight], BYTES, p->values[weight] = ++p->clock, true);
+    }
+    MUST_OK(tp_sim_launch(r->sim, r->streams[0], nothing, NULL, KERNEL_NS, &test_error));
+    tp_op_end(&it, &made, make ? 1 : 0, NULL);
+    tp_op_fini(&it);
+    pause_us(300);
+    return made;
+}
+
+static void end_step(program *p) {
+    tp_mark_step(p->r.core, TP_STEP_ASKED);
+    pause_us(1000);
+}
+
+/* Reads all weights in turn. */
+static void read_all(program *p) {
+    for (uint32_t i = 0; i < WEIGHTS; i++) (void)op(p, "test::read", i, false, false);
+    end_step(p);
+}
+
+/* Makes something of each weight, which is read in reverse order, when the weight is written. */
+static void train(program *p) {
+    for (uint32_t i = 0; i < WEIGHTS; i++) p->kept[i] = op(p, "test::forward", i, false, true);
+    for (uint32_t i = WEIGHTS; i-- > 0;) {
+        const tp_access reads[] = {{p->weights[i], false}, {p->kept[i], false}};
+        tp_op it = {.name = tp_op_name("test::backward"), .backward = true};
+        tp_op_begin(p->r.core, &it, reads, 2, p->r.streams[0]);
+        rig_launch(&p->r, 0, p->weights[i], BYTES, p->values[i], false);
+        rig_launch(&p->r, 0, p->kept[i], BYTES, p->values[i], false);
+        tp_op_end(&it, NULL, 0, NULL);
+        tp_op_fini(&it);
+        tp_free(p->r.core, p->kept[i]);
+        (void)op(p, "test::update", i, true, false);
+    }
+    end_step(p);
+}
+
+/* Bytes filled and misses in so many steps. */
+typedef struct moved {
+    uint64_t in, misses, planned;
+} moved;
+
+static moved run(program *p, void (*step)(program *), int count) {
+    const tp_stats before = rig_stats(&p->r);
+    for (int i = 0; i < count; i++) step(p);
+    const tp_stats after = rig_stats(&p->r);
+    return (moved){after.fills.bytes - before.fills.bytes,
+                   after.misses.count - before.misses.count,
+                   after.planned_ops - before.planned_ops};
+}
+
+/* The figures of six steps, on demand or once there is a plan. */
+static moved measure(void (*step)(program *), bool plans) {
+    program p;
+    open_program(&p, plans);
+    for (int i = 0; i < (plans ? 20 : 3) && rig_stats(&p.r).plans.count == 0; i++) {
+        step(&p);
+        pause_us(5000);
+    }
+    EXPECT_EQ(rig_stats(&p.r).plans.count > 0, plans);
+    step(&p); /* in the middle of which the plan may have come */
+    const moved found = run(&p, step, 6);
+    (void)printf("  %s: filled %llu KiB in 6 steps, %llu misses\n",
+                 plans ? "planned" : "on demand", (unsigned long long)found.in / 1024,
+                 (unsigned long long)found.misses);
+    close_program(&p);
+    return found;
+}
+
+TEST(a_cycle_keeps_part_of_it_and_finds_the_rest) {
+    const moved demand = measure(read_all, false), planned = measure(read_all, true);
+    EXPECT_EQ(demand.planned, 0);
+    EXPECT_EQ(planned.planned, 6 * WEIGHTS);
+    /* By last use all of it moves in each step; half has to. */
+    EXPECT(planned.in < demand.in * 4 / 5);
+    EXPECT(planned.misses < demand.misses / 2);
+}
+
+TEST(a_training_step_finds_what_it_needs) {
+    const moved demand = measure(train, false), planned = measure(train, true);
+    EXPECT_EQ(planned.planned, 6 * 3 * WEIGHTS);
+    EXPECT(planned.in < demand.in * 11 / 10);
+    EXPECT(planned.misses < demand.misses / 2);
+}
+
+/* ---- programs that leave their plan ---------------------------------------------------------- */
+
+/* Now and then something else, other sizes of work, threads that are late. */
+static void wander(program *p, uint64_t *seed) {
+    const uint32_t choice = (uint32_t)(test_random(seed) % 5);
+    if (choice == 0) {
+        read_all(p);
+    } else if (choice == 1) {
+        for (uint32_t i = 0; i < WEIGHTS; i++) {
+            (void)op(p, "test::update", (uint32_t)(test_random(seed) % WEIGHTS), true, false);
+        }
+        end_step(p);
+    } else if (choice == 2) {
+        (void)tp_evict_all(p->r.core);
+    } else {
+        train(p);
+    }
+}
+
+TEST(a_program_that_leaves_its_plans_has_right_bytes) {
+    program p;
+    uint64_t seed = test_seed();
+    open_program(&p, true);
+    for (unsigned i = 0; i < test_rounds(40); i++) {
+        wander(&p, &seed);
+        if (i % 8 == 7) {
+            const size_t budget = BUDGET + (test_random(&seed) % 5) * RIG_EXTENT;
+            EXPECT_OK(tp_core_set_budget(p.r.core, budget, TP_NO_LIMIT, &test_error));
+        }
+        if (i == 30) tp_core_set_planning(p.r.core, false);
+        if (i == 33) tp_core_set_planning(p.r.core, true);
+        EXPECT_OK(tp_core_check(p.r.core, &test_error));
+    }
+    EXPECT(rig_stats(&p.r).plans.count > 1);
+    EXPECT(rig_stats(&p.r).planned_ops > 0);
+    close_program(&p);
+}
+
+TEST(offload_that_ends_and_begins_again_in_mid_step_is_harmless) {
+    program p;
+    open_program(&p, true);
+    for (int i = 0; i < 6; i++) train(&p);
+    for (uint32_t i = 0; i < WEIGHTS / 2; i++) (void)op(&p, "test::read", i, false, false);
+    EXPECT_OK(tp_core_set_budget(p.r.core, 4 * BUDGET, TP_NO_LIMIT, &test_error));
+    EXPECT_OK(tp_core_set_offload(p.r.core, false, &test_error));
+    for (uint32_t i = WEIGHTS / 2; i < WEIGHTS; i++)
+        (void)op(&p, "test::read", i, false, false);
+    EXPECT_OK(tp_core_set_offload(p.r.core, true, &test_error));
+    EXPECT_OK(tp_core_set_budget(p.r.core, BUDGET, TP_NO_LIMIT, &test_error));
+    for (int i = 0; i < 6; i++) train(&p);
+    close_program(&p);
+}

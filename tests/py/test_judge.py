@@ -1,0 +1,97 @@
+"""The judges of tests/judge: what they count as tested, and what they do not let pass."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+JUDGE = Path(__file__).resolve().parents[1] / "judge"
+
+
+@pytest.fixture(scope="module")
+def operators():
+    sys.path.insert(0, str(JUDGE))
+    try:
+        import operators
+    finally:
+        sys.path.remove(str(JUDGE))
+    return operators
+
+
+@pytest.fixture(scope="module")
+def foreign_suite():
+    sys.path.insert(0, str(JUDGE))
+    try:
+        import foreign_suite
+    finally:
+        sys.path.remove(str(JUDGE))
+    return foreign_suite
+
+
+@pytest.mark.parametrize(
+    ("known", "verdict"),
+    [
+        ({"forms": {"": 2}, "has_bytes": True, "misses": 3}, "tested"),
+        ({"forms": {"": 2}, "has_bytes": True, "view_misses": 1}, "tested"),
+        ({"forms": {"": 2}, "has_bytes": False}, "tested"),
+        ({"forms": {"": 2}, "has_bytes": True}, "no miss"),
+        ({"forms": {}, "has_bytes": True, "misses": 3}, "nothing ran"),
+        ({"forms": {"": 2}, "misses": 3, "problems": ["add: other result"]}, "add: other"),
+        ({"forms": {"": 2}, "misses": 3, "unrepeatable": ["add"]}, "plain torch gives other"),
+        ({"forms": {"": 2}, "unrepeatable": ["x"], "nondeterministic": True}, "tested"),
+    ],
+)
+def test_entry_counts_as_tested_when_it_ran_and_missed(operators, known, verdict):
+    assert operators.Tally("add", **known).verdict().startswith(verdict)
+
+
+@pytest.mark.parametrize(
+    ("known", "excused", "code"),
+    [
+        ({"forms": {"": 1}, "misses": 1}, False, 0),
+        ({"forms": {"": 1}, "has_bytes": True}, False, 1),
+        ({"forms": {"": 1}, "has_bytes": True}, True, 0),
+        ({"problems": ["add: other result"]}, True, 1),
+        (None, False, 3),
+    ],
+)
+def test_no_exception_excuses_other_bits(operators, known, excused, code, tmp_path):
+    results = operators.Results(tmp_path / "known.jsonl", fresh=True)
+    if known is not None:
+        results.add(operators.Tally("add", **known))
+    exceptions = {"add": "no storage"} if excused else {}
+    assert operators.report(["add"], results, exceptions) == code
+
+
+def test_sweep_goes_on_where_it_was(run_python, tmp_path):
+    path = tmp_path / "known.jsonl"
+    command = [JUDGE / "operators.py", "--results", path, "--share", "351"]  # three entries
+    first = run_python(*command, timeout=300).stdout
+    assert "3 of 3 entries tested, 0 exceptions, 0 failed, 0 left" in first
+    known = path.read_text()
+    records = [json.loads(line) for line in known.splitlines()[1:]]
+    assert len(records) == 3
+    for record in records:
+        assert record["misses"] + record["view_misses"] > 0 or not record["has_bytes"]
+    assert run_python(*command).stdout == first
+    assert path.read_text() == known
+    other_build = known.replace('"build": "', '"build": "x')
+    path.write_text(other_build)
+    again = run_python(*command, "--seconds", "0", check=False)
+    assert again.returncode == 3
+    assert "3 left" in again.stdout
+
+
+def test_suite_is_judged_by_each_outcome_and_by_its_misses(foreign_suite, capsys):
+    def seen(outcome, misses):
+        return {"outcome": outcome, "misses": misses, "text": "why"}
+
+    plain = {"a": seen("passed", 0), "b": seen("failed", 0)}
+    same = {"a": seen("passed", 5), "b": seen("failed", 0)}
+    assert foreign_suite.compare(plain, same, "paged")
+    assert not foreign_suite.compare(plain, plain, "paged")
+    assert "this has tested nothing" in capsys.readouterr().out
+    for other in ({**same, "b": seen("passed", 1)}, {"a": seen("passed", 5)}):
+        assert not foreign_suite.compare(plain, other, "paged")
+        assert "differs b: failed plain" in capsys.readouterr().out
