@@ -39,6 +39,8 @@ def test_random_program_is_right_inside_the_budget_and_repeats(seed):
         outcome, wrong = replay.through_pager((step,), budget, payload=True, planning=planning)
         assert wrong == 0
         assert outcome.peak_bytes <= budget
+    planned = [replay.through_pager((step,), budget, planning=True) for _ in range(2)]
+    assert planned[0] == planned[1]
 
 
 @pytest.mark.parametrize(
