@@ -356,8 +356,6 @@ def _open_cuda(slot: int, label: str, serve_small: bool = False) -> None:
     except _core.CoreError as error:
         if error.status != "BUSY":  # opened meanwhile, by an allocation on another thread
             raise translate(error, f"opening {label}") from error
-    if _control.debug("ondemand"):
-        _core.set_planning(slot, False)
 
 
 _simulated: SimTarget | None = None

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from torchpager import _control, optimizer_chunks, optimizers, regions
+from torchpager import _control, _core, optimizer_chunks, optimizers, regions
 from torchpager._targets import DeviceLike, resolve
 from torchpager.budget import host_size, resolve_host
 from torchpager.errors import UnavailableError
@@ -29,6 +29,7 @@ class AutoOffload(_control.Context):
                 "there is only a hard budget"
             )
         target.open()
+        _core.set_planning(target.slot, not _control.debug("ondemand"))
         found = target.settings
         device_bytes = found.device_bytes
         self._undo_later(partial(regions.uninstall, self))

@@ -179,7 +179,8 @@ TEST(a_program_that_leaves_its_plans_has_right_bytes) {
     program p;
     uint64_t seed = test_seed();
     open_program(&p, true);
-    for (unsigned i = 0; i < test_rounds(40); i++) {
+    const unsigned rounds = test_rounds(40);
+    for (unsigned i = 0; i < rounds || (i < 80 && rig_stats(&p.r).plans.count < 2); i++) {
         wander(&p, &seed);
         if (i % 8 == 7) {
             const size_t budget = BUDGET + (test_random(&seed) % 5) * RIG_EXTENT;
