@@ -29,7 +29,16 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CSRC = "csrc"
 CORE_DIRS = ("base", "device", "memory", "pager")
-CORE_BIND = ("cores.c", "module.c", "oom_text.c", "plan_py.c", "step_py.c", "torch_entry.c")
+CORE_BIND = (
+    "cores.c",
+    "module.c",
+    "oom_text.c",
+    "plan_py.c",
+    "replay.c",
+    "replay_py.c",
+    "step_py.c",
+    "torch_entry.c",
+)
 CPU_SOURCES = (
     "torch_hook.cpp",
     "torch_collectives.cpp",

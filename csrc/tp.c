@@ -292,6 +292,7 @@ void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *pa
     tp_learn_end(pager, op, outputs, output_count);
     tp_access_end(pager, op, outputs, output_count, parent);
     if (!detached) tp_executor_launched(pager);
+    if (!detached) tp_pager_catch_up(pager);
     if (detached) {
         /* Perhaps on a thread that waits in a function of ours: its regions go on standing. */
         tp_lock_drop(&pager->lock);
@@ -484,6 +485,13 @@ size_t tp_evict_all(tp_core *core) {
     const size_t bytes = tp_resize_evict_all(pager);
     leave_arming(core);
     return bytes;
+}
+
+void tp_core_pass_time(tp_core *core, uint64_t most_ns) {
+    tp_pager *pager = enter(core);
+    TP_REQUIRE(pager->no_thread);
+    tp_pager_wait(pager, most_ns);
+    leave(pager);
 }
 
 tp_status tp_core_check(tp_core *core, tp_error *error) {

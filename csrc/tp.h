@@ -171,6 +171,10 @@ TP_API void tp_export(tp_core *core, tp_addr addr);
 TP_API TP_MUST_USE tp_status tp_evict(tp_core *core, tp_addr addr, tp_error *error);
 /* Evicts everything evictable, waits, returns the bytes evicted. May wait. */
 TP_API size_t tp_evict_all(tp_core *core);
+/* With tp_config.no_thread: waits once, as an allocation does. The pager does what there is to be
+ * done; if nothing is, virtual time passes until an item of queued work ends, most_ns (not 0) at
+ * most. */
+TP_API void tp_core_pass_time(tp_core *core, uint64_t most_ns);
 /* Walks every structure; traps in debug builds on the first broken invariant, else says which. */
 TP_API TP_MUST_USE tp_status tp_core_check(tp_core *core, tp_error *error);
 

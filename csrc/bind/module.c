@@ -12,6 +12,7 @@
 #include "base/check.h"
 #include "bind/cores.h"
 #include "bind/plan_py.h"
+#include "bind/replay_py.h"
 #include "bind/step_py.h"
 #include "device/device_cuda.h"
 
@@ -798,6 +799,13 @@ static PyObject *core_make_plan(PyObject *module, PyObject *args, PyObject *kwar
     return raise_core_error(module, error.status, &error, NULL);
 }
 
+static PyObject *core_replay(PyObject *module, PyObject *args, PyObject *kwargs) {
+    tp_error error = {0};
+    PyObject *answer = tp_bind_replay(args, kwargs, &error);
+    if (answer != NULL || PyErr_Occurred()) return answer;
+    return raise_core_error(module, error.status, &error, NULL);
+}
+
 /* ---- the module -------------------------------------------------------------------------- */
 
 #define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
@@ -837,6 +845,7 @@ static PyMethodDef methods[] = {
     {"on_first_paging", core_on_first_paging, METH_O, NULL},
     {"on_unseen_write", core_on_unseen_write, METH_O, NULL},
     {"make_plan", KEYWORDS(core_make_plan), NULL},
+    {"replay", KEYWORDS(core_replay), NULL},
     {"sim_fd", core_sim_fd, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -5,8 +5,6 @@
 
 #include <string.h>
 
-#include "tp.h"
-
 /* What the call hands over: columns of fixed width, in the machine's byte order. */
 enum {
     DEVICE_NS,
@@ -17,7 +15,7 @@ enum {
     BYTES,
     BORN,
     DEAD,
-    COLUMNS
+    COLUMNS = TP_BIND_TRACE_COLUMNS
 };
 
 static const size_t column_width[COLUMNS] = {
@@ -114,6 +112,20 @@ static bool build_trace(const Py_buffer *columns, tp_trace *trace) {
     return true;
 }
 
+bool tp_bind_trace_make(void *tuple, tp_trace *out) {
+    PyObject *values = tuple;
+    Py_buffer columns[COLUMNS];
+    int count = 0;
+    while (count < COLUMNS && PyObject_GetBuffer(PyTuple_GET_ITEM(values, count),
+                                                 &columns[count], PyBUF_SIMPLE) == 0)
+        count++;
+    const bool made = count == COLUMNS && columns_fit(columns) && build_trace(columns, out);
+    while (count > 0) PyBuffer_Release(&columns[--count]);
+    return made;
+}
+
+void tp_bind_trace_free(const tp_trace *trace) { PyMem_RawFree((void *)(uintptr_t)trace->ops); }
+
 static PyObject *plan_to_py(const tp_plan *plan) {
     PyObject *acts = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)plan->act_count * 16);
     if (acts == NULL) return NULL;
@@ -137,7 +149,7 @@ static PyObject *plan_columns(const Py_buffer *columns, const tp_plan_config *co
     Py_BEGIN_ALLOW_THREADS;
     status = tp_plan_make(&trace, config, &plan, error);
     Py_END_ALLOW_THREADS;
-    PyMem_RawFree((void *)(uintptr_t)trace.ops);
+    tp_bind_trace_free(&trace);
     if (status != TP_OK) return NULL;
     PyObject *answer = plan_to_py(&plan);
     tp_plan_fini(&plan);

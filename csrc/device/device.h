@@ -21,7 +21,7 @@
  * exit, when the driver is gone already, they do nothing.
  *
  * Locks: a backend has a lock of its own (TP_RANK_DEVICE) or none. No call waits for device work but
- * event_sync. */
+ * event_sync and clock_advance. */
 #ifndef TP_DEVICE_DEVICE_H
 #define TP_DEVICE_DEVICE_H
 
@@ -50,6 +50,7 @@ typedef struct tp_device_caps {
     bool shared_frames;  /* one frame at two addresses at once */
     bool context_marker; /* event_record_context works */
     bool fingerprints;   /* fingerprint works */
+    bool virtual_clock;  /* clock_ns and clock_advance work, and time passes in no other way */
     const char
         *no_fingerprints; /* why it does not: static, or as long as the device; "" if it does */
 } tp_device_caps;
@@ -121,6 +122,10 @@ typedef struct tp_device_ops {
     /* Device memory free and in all, as the driver reports it now. */
     tp_status (*memory_info)(tp_device *dev, size_t *free_bytes, size_t *total_bytes,
                              tp_error *error);
+    /* With caps.virtual_clock, else not to be called. The host's time; and the host waits until an
+     * item of queued work ends, `most_ns` at most. */
+    uint64_t (*clock_ns)(tp_device *dev);
+    void (*clock_advance)(tp_device *dev, uint64_t most_ns);
 } tp_device_ops;
 
 struct tp_device {

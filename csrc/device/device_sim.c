@@ -19,7 +19,11 @@
  * A copy that meets an address that maps nothing loses the device, as an illegal access does on
  * hardware: from then on every call about streams and events answers TP_DEVICE_ERROR.
  *
- * The clock is computed when an item begins and does not influence the order in which items
+ * In the order of time (time_ordered) an item at the head of its stream is RUNNING from the moment
+ * it may begin, and does what it stands for when it ends. `left` says how much of it is to be done; pass_time_locked
+ * goes from one end to the next. Records and waits take no time: settle_locked passes them at once.
+ *
+ * Else the clock is computed when an item begins and does not influence the order in which items
  * run. An item begins at the latest of: the end of its stream's previous item, the time the
  * host had seen when it was queued, the end of what it waits for and, for a copy, the end of
  * its engine's previous copy. A fingerprint is queued like a copy and computed, of the bytes that
@@ -30,6 +34,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -45,6 +50,8 @@ enum {
     SPAN_MAX = 64,
     PENDING_SCAN_MAX = 64,
     QUEUE_SOFT_MAX = 4096,
+    LOOKS_MAX =
+        4096, /* at events that are not complete, with nothing between, until time passes */
     POISON = 0xDB,
     POISON_CHUNK = 1 << 16,
     CODE_ILLEGAL_ADDRESS = 700, /* the codes a driver would give */
@@ -110,6 +117,7 @@ typedef struct sim_item {
     sim_item_kind kind;
     bool running;
     double queued_ns, end_ns;
+    double left; /* in the order of time: bytes of a copy or fingerprint, ns of a kernel */
     sim_record *record; /* ITEM_RECORD, ITEM_WAIT: a reference */
     tp_sim_kernel *kernel;
     void *arg;
@@ -118,6 +126,7 @@ typedef struct sim_item {
     tp_addr dst, src; /* of a fingerprint: src */
     size_t bytes;
     uint32_t place;
+    size_t read_bytes, written_bytes; /* of a kernel, over the link */
 } sim_item;
 
 typedef struct sim_stream {
@@ -154,6 +163,9 @@ struct sim_device {
     size_t queued_count, running_count;
     sim_engine engines[2];
     double host_ns, clock_ns;
+    bool passing; /* an item is being run in the order of time, with the lock released */
+    uint32_t over_link_count; /* running kernels whose operands are in host frames */
+    uint32_t look_count;
     tp_fingerprint places[TP_PLACES];
     bool lost;
     tp_error lost_error;
@@ -370,7 +382,9 @@ static bool frame_grow_locked(sim_device *sim, tp_frame_kind kind, size_t bytes,
     }
     sim_file *file = &sim->files[kind];
     if (bytes > (uint64_t)INT64_MAX - file->end) return false;
-    if (ftruncate(file->fd, (off_t)(file->end + bytes)) != 0) return false;
+    if (!sim->options.no_payload && ftruncate(file->fd, (off_t)(file->end + bytes)) != 0) {
+        return false;
+    }
     const uint32_t idx = sim->frame_count++;
     sim->frames[idx] = (sim_frame){.offset = file->end, .bytes = bytes, .kind = kind};
     file->end += bytes;
@@ -397,6 +411,10 @@ static tp_status frame_new_locked(sim_device *sim, tp_frame_kind kind, size_t by
     sim->frames[idx].generation++;
     sim->frames[idx].state = FRAME_LIVE;
     file->held_bytes += bytes;
+    if (kind == TP_FRAME_DEVICE) {
+        sim->counts.device_frames_peak_bytes =
+            tp_max_size(sim->counts.device_frames_peak_bytes, file->held_bytes);
+    }
     *out = idx;
     return TP_OK;
 }
@@ -438,8 +456,8 @@ static tp_status sim_frame_create(tp_device *dev, tp_frame_kind kind, size_t byt
     tp_lock_drop(&sim->lock);
     if (status != TP_OK) return status;
 
-    const bool ready =
-        !sim->options.poison || file_poison(sim->files[kind].fd, frame.offset, bytes);
+    const bool ready = !sim->options.poison || sim->options.no_payload ||
+                       file_poison(sim->files[kind].fd, frame.offset, bytes);
     if (!ready) {
         status =
             tp_error_set_driver(error, TP_NO_HOST_MEMORY, errno,
@@ -473,7 +491,7 @@ static void sim_frame_destroy(tp_device *dev, tp_frame_kind kind, tp_handle hand
 
     /* The range serves nobody else until its pages are gone, and counts as held until then:
      * what an observer of the file sees never exceeds what is counted. */
-    file_punch(sim->files[kind].fd, offset, bytes);
+    if (!sim->options.no_payload) file_punch(sim->files[kind].fd, offset, bytes);
     tp_lock_take(&sim->lock);
     frame_put_locked(sim, (uint32_t)handle - 1);
     sim->counts.frame_destroys++;
@@ -503,6 +521,25 @@ static tp_status map_check_locked(const sim_device *sim, tp_addr addr, size_t by
     return TP_OK;
 }
 
+/* Makes the frame's bytes appear at the address. False: errno says why not. */
+static bool address_map(const sim_device *sim, tp_addr addr, const sim_frame *frame) {
+    if (sim->options.no_payload) return true;
+    const void *at =
+        mmap(pointer_of(addr), frame->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+             sim->files[frame->kind].fd, (off_t)frame->offset);
+    return at != MAP_FAILED;
+}
+
+static bool address_unmap(const sim_device *sim, tp_addr addr, size_t bytes) {
+    return sim->options.no_payload || address_clear(addr, bytes);
+}
+
+static bool address_protect(const sim_device *sim, tp_addr addr, size_t bytes, bool readonly) {
+    if (sim->options.no_payload) return true;
+    return mprotect(pointer_of(addr), bytes, readonly ? PROT_READ : PROT_READ | PROT_WRITE) ==
+           0;
+}
+
 static tp_status sim_map(tp_device *dev, tp_addr addr, size_t bytes, tp_handle handle,
                          tp_error *error) {
     sim_device *sim = sim_of(dev);
@@ -512,10 +549,7 @@ static tp_status sim_map(tp_device *dev, tp_addr addr, size_t bytes, tp_handle h
     tp_status status = map_check_locked(sim, addr, bytes, handle, error);
     if (status == TP_OK) {
         sim_frame *frame = frame_locked(sim, handle);
-        const void *at =
-            mmap(pointer_of(addr), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
-                 sim->files[frame->kind].fd, (off_t)frame->offset);
-        if (at == MAP_FAILED) {
+        if (!address_map(sim, addr, frame)) {
             status = tp_error_set_driver(error, TP_DEVICE_ERROR, errno, "mmap at %#llx failed",
                                          (unsigned long long)addr);
             /* The kernel may have taken the reservation away before it failed. */
@@ -567,7 +601,7 @@ static tp_status sim_unmap(tp_device *dev, tp_addr addr, size_t bytes, tp_error 
         node = NULL;
         status = tp_error_set(error, TP_INVALID, "unmap at %#llx: a copy is running there",
                               (unsigned long long)addr);
-    } else if (!address_clear(addr, bytes)) {
+    } else if (!address_unmap(sim, addr, bytes)) {
         node = NULL;
         status = tp_error_set_driver(error, TP_DEVICE_ERROR, errno, "unmap at %#llx failed",
                                      (unsigned long long)addr);
@@ -591,8 +625,7 @@ static tp_status sim_protect(tp_device *dev, tp_addr addr, size_t bytes, bool re
     if (node == NULL || node->addr != addr || node->bytes != bytes) {
         status = tp_error_set(error, TP_INVALID, "protect at %#llx: not one whole mapping",
                               (unsigned long long)addr);
-    } else if (mprotect(pointer_of(addr), bytes,
-                        readonly ? PROT_READ : PROT_READ | PROT_WRITE) != 0) {
+    } else if (!address_protect(sim, addr, bytes, readonly)) {
         status = tp_error_set_driver(error, TP_DEVICE_ERROR, errno, "mprotect at %#llx failed",
                                      (unsigned long long)addr);
     }
@@ -767,26 +800,32 @@ static void begin_locked(sim_device *sim, sim_stream *stream, sim_item *item) {
     stream->time_ns = item->end_ns;
 }
 
+/* Loses the device where an item is about to use what is not mapped. */
+static bool usable_locked(sim_device *sim, const sim_item *item) {
+    const bool uses = item->kind == ITEM_COPY || item->kind == ITEM_FINGERPRINT;
+    if (!uses) return true;
+    if (mapped_locked(sim, item->src, item->bytes) &&
+        (item->kind != ITEM_COPY || mapped_locked(sim, item->dst, item->bytes))) {
+        return true;
+    }
+    lose_locked(sim, item);
+    return false;
+}
+
 /* Does what the item stands for. The lock is released meanwhile. */
 static void run_unlocked(sim_device *sim, sim_item *item) {
+    if (!usable_locked(sim, item)) return;
     if (item->kind == ITEM_KERNEL) {
         tp_lock_drop(&sim->lock);
         item->kernel(&sim->base, item->arg);
         tp_lock_take(&sim->lock);
+    } else if (sim->options.no_payload) {
+        return;
     } else if (item->kind == ITEM_COPY) {
-        if (!mapped_locked(sim, item->src, item->bytes) ||
-            !mapped_locked(sim, item->dst, item->bytes)) {
-            lose_locked(sim, item);
-            return;
-        }
         tp_lock_drop(&sim->lock);
         memcpy(pointer_of(item->dst), pointer_of(item->src), item->bytes);
         tp_lock_take(&sim->lock);
     } else if (item->kind == ITEM_FINGERPRINT) {
-        if (!mapped_locked(sim, item->src, item->bytes)) {
-            lose_locked(sim, item);
-            return;
-        }
         tp_lock_drop(&sim->lock);
         const tp_fingerprint found = tp_fingerprint_of(pointer_of(item->src), item->bytes);
         tp_lock_take(&sim->lock);
@@ -804,6 +843,8 @@ static void finish_locked(sim_device *sim, sim_item *item) {
         }
     }
     if (item->kind == ITEM_FINGERPRINT) sim->counts.fingerprints++;
+    sim->counts.read_over_link += item->read_bytes;
+    sim->counts.written_over_link += item->written_bytes;
     if (item->kind == ITEM_RECORD) {
         item->record->pending_count--;
         item->record->end_ns = later(item->record->end_ns, item->end_ns);
@@ -830,15 +871,130 @@ static bool run_one_locked(sim_device *sim, bool *heavy) {
     return true;
 }
 
+/* ---- in the order of time ---------------------------------------------------------------- */
+
+static bool over_link(const sim_item *item) {
+    return item->read_bytes + item->written_bytes != 0;
+}
+
+/* How much of `left` an item that runs gets done in a nanosecond. */
+static double rate_locked(const sim_device *sim, const sim_item *item) {
+    if (item->kind == ITEM_KERNEL) return 1;
+    if (item->kind == ITEM_FINGERPRINT) {
+        return (double)sim->options.fingerprint_bytes_per_s / 1e9;
+    }
+    if (sim->over_link_count != 0) return 0;
+    const double link = (double)sim->options.link_bytes_per_s;
+    const double half = (double)sim->options.duplex_bytes_per_s / 2;
+    const sim_stream *other = sim->base.copy_stream[1 - (int)item->dir];
+    const sim_item *head = head_of(other);
+    const bool both = head != NULL && head->running && head->kind == ITEM_COPY;
+    return (both && half < link ? half : link) / 1e9;
+}
+
+/* Begins what may begin, and passes what takes no time. */
+static void settle_locked(sim_device *sim) {
+    for (bool passed = true; passed;) {
+        passed = false;
+        for (size_t i = 0; i < sim->stream_count; i++) {
+            sim_stream *stream = sim->streams[i];
+            while (runnable_locked(stream)) {
+                sim_item *item = head_of(stream);
+                item->running = true;
+                stream->time_ns = item->end_ns = sim->clock_ns;
+                if (item->kind == ITEM_RECORD || item->kind == ITEM_WAIT) {
+                    sim->running_count++;
+                    finish_locked(sim, item);
+                    passed = true;
+                    continue;
+                }
+                if (!usable_locked(sim, item)) item->bytes = 0;
+                item->left = (double)(item->kind == ITEM_KERNEL ? item->duration_ns
+                                                                : (uint64_t)item->bytes);
+                if (over_link(item)) sim->over_link_count++;
+            }
+        }
+    }
+}
+
+/* The stream whose item ends first, and when. NULL: nothing runs. */
+static sim_stream *first_end_locked(const sim_device *sim, double *wait_ns) {
+    sim_stream *first = NULL;
+    for (size_t i = 0; i < sim->stream_count; i++) {
+        const sim_item *item = head_of(sim->streams[i]);
+        if (item == NULL || !item->running) continue;
+        const double rate = rate_locked(sim, item);
+        if (rate <= 0) continue;
+        const double ns = item->left / rate;
+        if (first != NULL && ns >= *wait_ns) continue;
+        first = sim->streams[i];
+        *wait_ns = ns;
+    }
+    return first;
+}
+
+static void get_done_locked(sim_device *sim, double ns) {
+    for (size_t i = 0; i < sim->stream_count; i++) {
+        sim_item *item = head_of(sim->streams[i]);
+        if (item == NULL || !item->running) continue;
+        item->left = later(item->left - ns * rate_locked(sim, item), 0);
+    }
+    sim->clock_ns += ns;
+    sim->host_ns = sim->clock_ns;
+}
+
+/* Time passes until an item has ended, or by `most_ns` if none does; endless: HUGE_VAL. False: no
+ * item has ended. Releases the lock while one runs. */
+static bool pass_time_locked(sim_device *sim, double most_ns) {
+    if (sim->passing) return false; /* on another thread */
+    sim->look_count = 0;
+    double wait_ns = 0;
+    sim_stream *stream = first_end_locked(sim, &wait_ns);
+    if (stream == NULL || wait_ns > most_ns) {
+        if (most_ns < HUGE_VAL) get_done_locked(sim, most_ns);
+        return false;
+    }
+    get_done_locked(sim, wait_ns);
+    sim_item *item = head_of(stream);
+    item->end_ns = stream->time_ns = sim->clock_ns;
+    sim->passing = true;
+    sim->running_count++;
+    run_unlocked(sim, item);
+    sim->passing = false;
+    if (over_link(item)) sim->over_link_count--;
+    finish_locked(sim, item);
+    settle_locked(sim);
+    tp_cond_broadcast(&sim->finished);
+    return true;
+}
+
+static uint64_t sim_clock(tp_device *dev) { return tp_sim_clock_ns(dev); }
+
+static void sim_clock_advance(tp_device *dev, uint64_t most_ns) {
+    sim_device *sim = sim_of(dev);
+    tp_lock_take(&sim->lock);
+    (void)pass_time_locked(sim, (double)most_ns);
+    tp_lock_drop(&sim->lock);
+}
+
+/* ---- progress ---------------------------------------------------------------------------- */
+
 static bool step_locked(sim_device *sim) {
     bool heavy;
-    return run_one_locked(sim, &heavy);
+    return sim->options.time_ordered ? pass_time_locked(sim, HUGE_VAL)
+                                     : run_one_locked(sim, &heavy);
 }
 
 /* What a look at a record does for the device's progress: one kernel or copy, and what of markers and
  * fingerprints, which take next to no time, comes before it. */
 static void progress_locked(sim_device *sim, const sim_record *record) {
     bool heavy = false;
+    if (sim->options.time_ordered) {
+        if (record->pending_count != 0 && ++sim->look_count > LOOKS_MAX) {
+            (void)pass_time_locked(sim, HUGE_VAL);
+        }
+        return;
+    }
     while (!heavy && record->pending_count != 0 && run_one_locked(sim, &heavy)) continue;
 }
 
@@ -859,6 +1015,12 @@ static void drain_markers_locked(sim_device *sim) {
 
 static void push_locked(sim_device *sim, sim_stream *stream, sim_item *item) {
     tp_list_push_back(&stream->items, &item->link);
+    if (sim->options.time_ordered) {
+        sim->queued_count++;
+        sim->look_count = 0;
+        settle_locked(sim);
+        return;
+    }
     if (++sim->queued_count > QUEUE_SOFT_MAX && !sim->options.manual) drain_markers_locked(sim);
 }
 
@@ -1260,7 +1422,7 @@ static void sim_destroy(tp_device *dev) {
 
 /* Frames are shared memory: without this, parent and child would write to the same tensors. */
 static void sim_make_private(tp_device *dev, tp_addr addr, size_t bytes, tp_addr from) {
-    (void)dev;
+    if (sim_of(dev)->options.no_payload) return;
     void *copy = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (copy == MAP_FAILED) return; /* out of memory: shared, as before */
     memcpy(copy, (const void *)(uintptr_t)from, bytes);
@@ -1295,6 +1457,8 @@ static const tp_device_ops sim_ops = {
     .stream_wait = sim_stream_wait,
     .stream_capturing = sim_stream_capturing,
     .memory_info = sim_memory_info,
+    .clock_ns = sim_clock,
+    .clock_advance = sim_clock_advance,
 };
 
 static tp_status options_check(const tp_sim_options *options, tp_error *error) {
@@ -1311,13 +1475,16 @@ static tp_status options_check(const tp_sim_options *options, tp_error *error) {
         return tp_error_set(error, TP_INVALID, "a device of %zu bytes holds no frame",
                             options->device_bytes);
     }
+    if (options->manual && options->time_ordered) {
+        return tp_error_set(error, TP_INVALID, "in the order of time nothing is run by hand");
+    }
     return TP_OK;
 }
 
 static tp_status files_open(sim_device *sim, tp_error *error) {
     static const char *const names[2] = {
         [TP_FRAME_DEVICE] = "torchpager-device", [TP_FRAME_HOST] = "torchpager-host"};
-    for (int kind = 0; kind < 2; kind++) {
+    for (int kind = 0; kind < 2 && !sim->options.no_payload; kind++) {
         sim->files[kind].fd = memfd_create(names[kind], MFD_CLOEXEC);
         if (sim->files[kind].fd < 0) {
             return tp_error_set_driver(error, TP_UNSUPPORTED, errno, "memfd_create failed");
@@ -1346,6 +1513,7 @@ static void device_describe(sim_device *sim, const tp_sim_options *options) {
         .host_frames = !options->no_host_frames,
         .shared_frames = true,
         .context_marker = !options->no_context_marker,
+        .virtual_clock = options->time_ordered,
         .fingerprints = !options->no_fingerprints,
         .no_fingerprints = options->no_fingerprints ? "this simulated device has none" : ""};
     sim->files[0].fd = sim->files[1].fd = -1;
@@ -1415,6 +1583,40 @@ tp_status tp_sim_launch(tp_device *dev, tp_stream stream, tp_sim_kernel *kernel,
     return status;
 }
 
+/* What the link takes for the bytes of one kernel. */
+static double link_ns(const sim_device *sim, size_t read_bytes, size_t written_bytes) {
+    const double link = (double)sim->options.link_bytes_per_s;
+    const double half = (double)sim->options.duplex_bytes_per_s / 2;
+    const bool both = read_bytes != 0 && written_bytes != 0;
+    const double rate = both && half < link ? half : link;
+    return (double)tp_max_size(read_bytes, written_bytes) * 1e9 / rate;
+}
+
+tp_status tp_sim_launch_over_link(tp_device *dev, tp_stream stream, tp_sim_kernel *kernel,
+                                  void *arg, uint64_t duration_ns, size_t read_bytes,
+                                  size_t written_bytes, tp_error *error) {
+    sim_device *sim = sim_of(dev);
+    if (!sim->options.time_ordered) {
+        return tp_error_set(error, TP_UNSUPPORTED, "this device does not go by time");
+    }
+    const uint64_t on_link_ns = (uint64_t)(link_ns(sim, read_bytes, written_bytes) + 0.5);
+    tp_lock_take(&sim->lock);
+    sim_stream *target = stream_locked(sim, stream);
+    tp_status status = queue_check_locked(sim, target, CODE_CAPTURE_UNSUPPORTED, error);
+    if (status == TP_OK) {
+        const sim_item launch = {.kind = ITEM_KERNEL,
+                                 .kernel = kernel,
+                                 .arg = arg,
+                                 .duration_ns =
+                                     duration_ns > on_link_ns ? duration_ns : on_link_ns,
+                                 .read_bytes = read_bytes,
+                                 .written_bytes = written_bytes};
+        status = push_new_locked(sim, target, launch, "kernel", error);
+    }
+    tp_lock_drop(&sim->lock);
+    return status;
+}
+
 bool tp_sim_step(tp_device *dev) {
     sim_device *sim = sim_of(dev);
     tp_lock_take(&sim->lock);
@@ -1437,7 +1639,11 @@ bool tp_sim_read(tp_device *dev, tp_addr addr, void *out, size_t bytes) {
     sim_device *sim = sim_of(dev);
     tp_lock_take(&sim->lock);
     const bool mapped = mapped_locked(sim, addr, bytes);
-    if (mapped) memcpy(out, pointer_of(addr), bytes);
+    if (mapped && sim->options.no_payload) {
+        memset(out, 0, bytes);
+    } else if (mapped) {
+        memcpy(out, pointer_of(addr), bytes);
+    }
     tp_lock_drop(&sim->lock);
     return mapped;
 }
@@ -1446,7 +1652,15 @@ bool tp_sim_write(tp_device *dev, tp_addr addr, const void *data, size_t bytes) 
     sim_device *sim = sim_of(dev);
     tp_lock_take(&sim->lock);
     const bool mapped = mapped_locked(sim, addr, bytes);
-    if (mapped) memcpy(pointer_of(addr), data, bytes);
+    if (mapped && !sim->options.no_payload) memcpy(pointer_of(addr), data, bytes);
+    tp_lock_drop(&sim->lock);
+    return mapped;
+}
+
+bool tp_sim_mapped(tp_device *dev, tp_addr addr, size_t bytes) {
+    sim_device *sim = sim_of(dev);
+    tp_lock_take(&sim->lock);
+    const bool mapped = mapped_locked(sim, addr, bytes);
     tp_lock_drop(&sim->lock);
     return mapped;
 }

@@ -232,12 +232,12 @@ static void abandon_fills(tp_pager *pager, tp_op *op) {
 /* Waits until the operands' fills are mapped. What cannot be, because others hold on to the HOST
  * mapping, is given up after a while: the operator runs over HOST. */
 static void await_fills(tp_pager *pager, tp_op *op) {
-    const uint64_t began = tp_now_ns();
+    const uint64_t began = tp_pager_now(pager);
     uint64_t stuck_since = 0;
     bool copying = false;
     waiting(pager, op, true);
     while (!tp_pager_halted(pager) && filling(pager, op, &copying)) {
-        const uint64_t now = tp_now_ns();
+        const uint64_t now = tp_pager_now(pager);
         if (copying) stuck_since = 0;
         if (!copying && stuck_since == 0) stuck_since = now;
         if (!copying && now - stuck_since > FILL_PATIENCE_NS) break;
@@ -247,7 +247,7 @@ static void await_fills(tp_pager *pager, tp_op *op) {
     abandon_fills(pager, op);
     while (look(op).busy) tp_pager_wait(pager, WAIT_NS);
     waiting(pager, op, false);
-    tp_tally_add(&pager->stats.stalls, 0, tp_now_ns() - began);
+    tp_tally_add(&pager->stats.stalls, 0, tp_pager_now(pager) - began);
 }
 
 static void count_misses(tp_pager *pager, const tp_op *op) {

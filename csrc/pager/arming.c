@@ -20,7 +20,7 @@ static void tell(tp_pager *pager) {
         if (hooks.arm != NULL) hooks.arm(hooks.ctx, level);
         tp_lock_take(&pager->lock);
         pager->telling = false;
-        if (level == TP_ARM_FULL) pager->heard_ns = tp_now_ns();
+        if (level == TP_ARM_FULL) pager->heard_ns = tp_pager_now(pager);
         tp_pager_wake(pager);
     }
 }
@@ -54,7 +54,7 @@ void tp_arming_update(tp_pager *pager) {
 
 void tp_arming_unknown(tp_pager *pager) {
     if (!pager->armed) return;
-    pager->heard_ns = tp_now_ns();
+    pager->heard_ns = tp_pager_now(pager);
     tp_pager_distrust(pager);
     tp_access_await_remaps(pager);
 }

@@ -33,7 +33,7 @@ static tp_status remap(tp_pager *pager, tp_extent *extent, tp_frame *to, tp_tall
     tp_frame *from = extent->mapped;
     extent->busy = true;
     pager->remapping = true;
-    const uint64_t began = tp_now_ns();
+    const uint64_t began = tp_pager_now(pager);
     tp_lock_drop(&pager->lock);
     tp_status status = TP_OK;
     if (from != NULL) status = dev->ops->unmap(dev, extent->addr, extent->bytes, NULL);
@@ -59,7 +59,7 @@ static tp_status remap(tp_pager *pager, tp_extent *extent, tp_frame *to, tp_tall
     if (from != NULL) from->map_count--;
     if (to != NULL) to->map_count++;
     extent->mapped = to;
-    tally->ns += tp_now_ns() - began;
+    tally->ns += tp_pager_now(pager) - began;
     return TP_OK;
 }
 
@@ -81,7 +81,7 @@ static void give_up(tp_pager *pager, tp_extent *extent) {
  * for ever. */
 static void set_back(tp_pager *pager) {
     pager->setback_count++;
-    pager->setback_ns = tp_now_ns();
+    pager->setback_ns = tp_pager_now(pager);
 }
 
 static bool wanted_in_host(const tp_extent *extent) {

@@ -41,7 +41,7 @@ void tp_learn_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size_
         if (!begun) {
             uint32_t lane = 0;
             if (tp_markers_lane(&pager->markers, stream, &lane, NULL) != TP_OK) lane = 0;
-            begun = tp_steps_op_begin(steps, op->name, op->backward, lane, tp_now_ns());
+            begun = tp_steps_op_begin(steps, op->name, op->backward, lane, tp_pager_now(pager));
             if (!begun) return;
         }
         tp_steps_operand(steps, &block->identity, accesses[i].write);

@@ -12,7 +12,9 @@
 #include "pager/region.h"
 
 enum {
-    POLL_NS = 20000,        /* between two looks at work in flight */
+    POLL_NS = 20000, /* between two looks at work in flight */
+    VIRTUAL_EPOCH_NS =
+        2000000000,         /* where virtual time begins: nothing has happened for long */
     ABANDON_NS = 500000000, /* how long process exit waits for the thread */
     GRACE_NS = 20000000,    /* see hook_is_new */
     SETTLED_NS = 1000000000 /* a marker that could not be recorded by then never will */
@@ -20,11 +22,16 @@ enum {
 
 void tp_pager_wake(tp_pager *pager) { tp_cond_broadcast(&pager->work); }
 
+uint64_t tp_pager_now(const tp_pager *pager) {
+    if (!pager->no_thread) return tp_now_ns();
+    return VIRTUAL_EPOCH_NS + pager->dev->ops->clock_ns(pager->dev);
+}
+
 /* An operator that began on another thread before the hook was installed is unknown to us, and a
  * marker covers it only once it has launched its kernels. It is given ample time for that. */
 static bool hook_is_new(const tp_pager *pager) {
     if (pager->hooks.arm == NULL) return false;
-    return pager->heard_ns == 0 || tp_now_ns() - pager->heard_ns < GRACE_NS;
+    return pager->heard_ns == 0 || tp_pager_now(pager) - pager->heard_ns < GRACE_NS;
 }
 
 bool tp_pager_gate_closed(const tp_pager *pager) {
@@ -33,7 +40,7 @@ bool tp_pager_gate_closed(const tp_pager *pager) {
 
 bool tp_pager_gate_settling(const tp_pager *pager) {
     return pager->region_unmarked && pager->region_depth == 0 && pager->capture_depth == 0 &&
-           pager->heard_ns != 0 && tp_now_ns() - pager->heard_ns < SETTLED_NS;
+           pager->heard_ns != 0 && tp_pager_now(pager) - pager->heard_ns < SETTLED_NS;
 }
 
 void tp_pager_mark_region_end(tp_pager *pager) {
@@ -47,28 +54,7 @@ void tp_pager_fail(tp_pager *pager, tp_status status) {
     tp_cond_broadcast(&pager->changed);
 }
 
-void tp_pager_wait(tp_pager *pager, uint64_t timeout_ns) {
-    tp_regions_stand(pager);
-    tp_pager_wait_closed(pager, timeout_ns);
-}
-
-void tp_pager_wait_closed(tp_pager *pager, uint64_t timeout_ns) {
-    const tp_hooks hooks = pager->hooks;
-    void *token = NULL;
-    if (hooks.wait_begin != NULL) {
-        tp_lock_drop(&pager->lock);
-        token = hooks.wait_begin(hooks.ctx);
-        tp_lock_take(&pager->lock);
-    }
-    (void)tp_cond_wait(&pager->changed, &pager->lock, timeout_ns);
-    if (hooks.wait_end != NULL) {
-        tp_lock_drop(&pager->lock);
-        hooks.wait_end(hooks.ctx, token);
-        tp_lock_take(&pager->lock);
-    }
-}
-
-/* ---- the thread -------------------------------------------------------------------------------- */
+/* ---- what the thread does ---------------------------------------------------------------------- */
 
 /* Under pressure the thread keeps a little memory free ahead of the program, so that the launching
  * thread seldom waits for an eviction that begins only then. */
@@ -111,30 +97,82 @@ static bool work_in_flight(const tp_pager *pager) {
     return !tp_list_empty(&pager->inflight) || !tp_list_empty(&pager->retiring);
 }
 
+/* One round of what the thread does. True: there may be more to do at once. May drop the lock. */
+static bool work(tp_pager *pager) {
+    if (pager->failed == TP_OK && pager->markers.broken != TP_OK) {
+        tp_pager_fail(pager, pager->markers.broken);
+    }
+    if (pager->failed != TP_OK) return false;
+    bool moved = tp_evict_step(pager);
+    moved |= tp_block_unmap_retired(pager);
+    if (pager->capture_depth == 0) {
+        moved |= tp_block_free_deferred(pager);
+        if (pager->region_unmarked) tp_pager_mark_region_end(pager);
+    }
+    moved |= tp_executor_fill(pager);
+    if (pager->no_thread && !pager->plans.off) moved |= tp_plans_step(pager);
+    moved |= reclaim_ahead(pager);
+    moved |= tell_first_paging(pager);
+    moved |= tell_unseen_write(pager);
+    tp_timing_collect(pager);
+    return moved;
+}
+
+static bool work_all(tp_pager *pager) {
+    bool any = false;
+    while (!pager->stop && work(pager)) any = true;
+    return any;
+}
+
+void tp_pager_catch_up(tp_pager *pager) {
+    if (pager->no_thread) (void)work_all(pager);
+}
+
+/* ---- waits ------------------------------------------------------------------------------------- */
+
+/* The only place where virtual time passes while somebody waits. */
+static void wait_without_thread(tp_pager *pager, uint64_t timeout_ns) {
+    if (work_all(pager)) return;
+    tp_lock_drop(&pager->lock);
+    pager->dev->ops->clock_advance(pager->dev, timeout_ns);
+    tp_lock_take(&pager->lock);
+    (void)work_all(pager);
+}
+
+void tp_pager_wait(tp_pager *pager, uint64_t timeout_ns) {
+    tp_regions_stand(pager);
+    tp_pager_wait_closed(pager, timeout_ns);
+}
+
+void tp_pager_wait_closed(tp_pager *pager, uint64_t timeout_ns) {
+    const tp_hooks hooks = pager->hooks;
+    void *token = NULL;
+    if (hooks.wait_begin != NULL) {
+        tp_lock_drop(&pager->lock);
+        token = hooks.wait_begin(hooks.ctx);
+        tp_lock_take(&pager->lock);
+    }
+    if (pager->no_thread) {
+        wait_without_thread(pager, timeout_ns);
+    } else {
+        (void)tp_cond_wait(&pager->changed, &pager->lock, timeout_ns);
+    }
+    if (hooks.wait_end != NULL) {
+        tp_lock_drop(&pager->lock);
+        hooks.wait_end(hooks.ctx, token);
+        tp_lock_take(&pager->lock);
+    }
+}
+
+/* ---- the thread -------------------------------------------------------------------------------- */
+
 static void *run(void *arg) {
     tp_pager *pager = arg;
     const tp_status bound = pager->dev->ops->bind_thread(pager->dev, NULL);
     tp_lock_take(&pager->lock);
     if (bound != TP_OK) tp_pager_fail(pager, bound);
     while (!pager->stop) {
-        if (pager->failed == TP_OK && pager->markers.broken != TP_OK) {
-            tp_pager_fail(pager, pager->markers.broken);
-        }
-        bool moved = false;
-        if (pager->failed == TP_OK) {
-            moved |= tp_evict_step(pager);
-            moved |= tp_block_unmap_retired(pager);
-            if (pager->capture_depth == 0) {
-                moved |= tp_block_free_deferred(pager);
-                if (pager->region_unmarked) tp_pager_mark_region_end(pager);
-            }
-            moved |= tp_executor_fill(pager);
-            moved |= reclaim_ahead(pager);
-            moved |= tell_first_paging(pager);
-            moved |= tell_unseen_write(pager);
-            tp_timing_collect(pager);
-        }
-        if (moved) continue;
+        if (work(pager)) continue;
         const bool poll = work_in_flight(pager) && pager->failed == TP_OK;
         (void)tp_cond_wait(&pager->work, &pager->lock, poll ? POLL_NS : 0);
     }
@@ -200,6 +238,9 @@ static void fini_memory(tp_pager *pager) {
 
 tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev,
                         tp_error *error) {
+    if (config->no_thread && !dev->caps.virtual_clock) {
+        return tp_error_set(error, TP_INVALID, "without a thread the device's clock is needed");
+    }
     memset(pager, 0, sizeof *pager);
     pager->dev = dev;
     pager->hooks = config->hooks;
@@ -228,6 +269,8 @@ tp_status tp_pager_init(tp_pager *pager, const tp_config *config, tp_device *dev
     if (status != TP_OK) goto no_plans;
     status = init_memory(pager, config, error);
     if (status != TP_OK) goto no_memory;
+    pager->no_thread = pager->thread_ended = config->no_thread;
+    if (pager->no_thread) return TP_OK;
     if (pthread_create(&pager->thread, NULL, run, pager) != 0) {
         status = tp_error_set(error, TP_NO_HOST_MEMORY, "the pager's thread cannot be started");
         goto no_thread;
@@ -252,7 +295,7 @@ static void stop_thread(tp_pager *pager) {
     pager->stop = true;
     tp_pager_wake(pager);
     tp_lock_drop(&pager->lock);
-    (void)pthread_join(pager->thread, NULL);
+    if (pager->thread_started) (void)pthread_join(pager->thread, NULL);
 }
 
 /* The last marker there is: everything queued on the device. */

@@ -65,6 +65,7 @@ typedef struct tp_pager {
     tp_cond changed; /* everybody else: something moved, was freed, unpinned, failed */
     pthread_t thread;
     bool thread_started, thread_ended, stop, abandoned;
+    bool no_thread; /* tp_config.no_thread */
 
     tp_link live;                  /* blocks, least recently used first */
     tp_link cached;                /* oldest first */
@@ -152,7 +153,13 @@ void tp_pager_fork_child(tp_pager *pager);
 
 /* Wakes the pager's thread. */
 void tp_pager_wake(tp_pager *pager);
-/* Waits for `changed`, at most timeout_ns (not 0); wait_begin and wait_end run around it with the
+/* What time it is, in ns, for every decision that depends on it: the host's or, without a thread,
+ * the device's. Never 0. */
+uint64_t tp_pager_now(const tp_pager *pager);
+/* Without a thread: does what it would do now. May drop the lock. */
+void tp_pager_catch_up(tp_pager *pager);
+/* Waits for `changed`, at most timeout_ns (not 0); without a thread, does its work or, if there is
+ * none, lets time pass. wait_begin and wait_end run around it with the
  * lock dropped. Drops the lock. While it waits, and until the function of tp.h that it is in returns,
  * this thread's opaque regions leave the gate open. */
 void tp_pager_wait(tp_pager *pager, uint64_t timeout_ns);

@@ -103,6 +103,7 @@ static void *run(void *arg) {
 void tp_plans_poll(tp_pager *pager) {
     tp_plans *plans = &pager->plans;
     if (plans->seen_number == pager->steps.number || pager->abandoned || plans->off) return;
+    if (pager->no_thread) return; /* made behind the next operator */
     plans->seen_number = pager->steps.number;
     if (!plans->thread_started) {
         /* Without it there are no plans, and paging is on demand. */

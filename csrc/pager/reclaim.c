@@ -169,7 +169,7 @@ static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
 void tp_reclaim_negotiate(tp_pager *pager) {
     if (pager->hooks.foreign_cap == NULL || pager->hooks.foreign_held == NULL) return;
     while (pager->negotiating) tp_pager_wait(pager, WAIT_NS);
-    if (tp_now_ns() - pager->negotiated_ns < NEGOTIATE_NS) return;
+    if (tp_pager_now(pager) - pager->negotiated_ns < NEGOTIATE_NS) return;
     pager->negotiating = true;
     const tp_hooks hooks = pager->hooks;
     tp_lock_drop(&pager->lock);
@@ -184,7 +184,7 @@ void tp_reclaim_negotiate(tp_pager *pager) {
         if (bound < pager->budget.foreign_cap_bytes) pager->budget.foreign_cap_bytes = bound;
     }
     pager->negotiating = false;
-    pager->negotiated_ns = tp_now_ns();
+    pager->negotiated_ns = tp_pager_now(pager);
     tp_cond_broadcast(&pager->changed);
 }
 
@@ -382,7 +382,8 @@ static size_t farthest_blocks(tp_pager *pager, bool ahead, tp_block *blocks[CAND
 /* Among the least recently used blocks, or those that a plan needs last. `size`: only extents of that size, 0: any. `ahead`: whether
  * blocks filled ahead of a use that has not come yet are candidates. */
 static size_t start_victims(tp_pager *pager, size_t bytes, size_t size, bool ahead) {
-    if (pager->setback_count >= SETBACKS_MAX && tp_now_ns() - pager->setback_ns < SETBACK_NS) {
+    if (pager->setback_count >= SETBACKS_MAX &&
+        tp_pager_now(pager) - pager->setback_ns < SETBACK_NS) {
         return 0;
     }
     tp_block *blocks[CANDIDATES_MAX];
@@ -511,7 +512,7 @@ static bool others_are_in_the_way(const tp_pager *pager) {
 
 tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_stream stream,
                                 tp_status *device_status) {
-    const uint64_t began = tp_now_ns();
+    const uint64_t began = tp_pager_now(pager);
     uint64_t stuck_since = 0;
     bool flushed = false;
     tp_frame *frame = NULL;
@@ -532,7 +533,7 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
         if (moving || tp_pager_gate_settling(pager)) {
             stuck_since = 0;
         } else {
-            const uint64_t now = tp_now_ns();
+            const uint64_t now = tp_pager_now(pager);
             if (stuck_since == 0) stuck_since = now;
             if (!others_are_in_the_way(pager) || now - stuck_since > PATIENCE_NS) {
                 if (flushed || !tp_reclaim_flush_foreign(pager)) break;
@@ -544,7 +545,7 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
         tp_pager_wake(pager);
         tp_pager_wait(pager, WAIT_NS);
     }
-    const uint64_t waited = tp_now_ns() - began;
+    const uint64_t waited = tp_pager_now(pager) - began;
     if (waited > STALL_NS) {
         tp_tally_add(&pager->stats.stalls, frame == NULL ? 0 : bytes, waited);
         tp_tally_add(&pager->stats.memory_stalls, frame == NULL ? 0 : bytes, waited);

@@ -30,7 +30,7 @@ static bool shrink(tp_pager *pager, size_t cap) {
             if (started == 0 && tp_arming_full(pager)) continue;
             moving |= started > 0;
         }
-        const uint64_t now = tp_now_ns();
+        const uint64_t now = tp_pager_now(pager);
         if (moving || tp_pager_gate_settling(pager)) {
             stuck_since = 0;
         } else if (stuck_since == 0) {
@@ -220,7 +220,7 @@ tp_status tp_resize_yield(tp_pager *pager, size_t bytes, size_t *granted_cap_byt
         }
     }
     negotiation_end(pager);
-    pager->negotiated_ns = tp_now_ns();
+    pager->negotiated_ns = tp_pager_now(pager);
     tp_ticket_give(pager);
     if (status == TP_OK) return TP_OK;
     char why[160];

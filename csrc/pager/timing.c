@@ -59,7 +59,7 @@ void tp_timing_start(tp_pager *pager, tp_op *op) {
     op->started_ns = 0;
     if (op->record == 0 || !wanted(pager, op)) return;
     if (pager->host_kernels) {
-        op->started_ns = tp_now_ns();
+        op->started_ns = tp_pager_now(pager);
         return;
     }
     if (pager->dev->ops->event_create_timed == NULL || pager->timing.off) return;
@@ -79,7 +79,7 @@ void tp_timing_stop(tp_pager *pager, tp_op *op) {
     uint64_t inner_ns = 0;
     const bool known = inner_time(pager, op, &inner_ns);
     if (op->started_ns != 0 && known) {
-        const uint64_t ns = tp_now_ns() - op->started_ns;
+        const uint64_t ns = tp_pager_now(pager) - op->started_ns;
         tp_record_sample(&pager->steps.record, op->class_idx,
                          ns > inner_ns ? ns - inner_ns : 0);
     }

@@ -63,9 +63,13 @@ typedef struct tp_config {
         readonly_clean; /* debugging: CLEAN extents are mapped read-only, so that a write nobody
                             announced faults where it stands. Slower */
     bool page_out_before_op; /* tests: everything evictable is evicted before each operator */
-    bool serve_small;        /* requests below large_min share blocks (the pluggable door);
+    /* Simulation: the pager has no thread; the one launching thread does its work while it waits
+     * and behind each operator. Time is the device's (caps.virtual_clock), and everything that
+     * happens is repeatable. */
+    bool no_thread;
+    bool serve_small;   /* requests below large_min share blocks (the pluggable door);
                                    else each gets a block of its own */
-    uint32_t rules_off;      /* debug builds: tp_rule bits switched off, to prove the tests */
+    uint32_t rules_off; /* debug builds: tp_rule bits switched off, to prove the tests */
     tp_hooks hooks;
 } tp_config;
 

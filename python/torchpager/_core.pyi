@@ -144,3 +144,26 @@ def make_plan(
     CoreError("OUT_OF_MEMORY") if the operands of an operator do not fit, "INVALID" for a trace that
     makes no sense.
     """
+
+def replay(
+    *,
+    steps: list[tuple[bytes | list[str], ...]],
+    order: bytes,
+    lasting_count: int,
+    budget_bytes: int,
+    granularity_bytes: int,
+    extent_max_bytes: int,
+    link_bytes_per_s: int,
+    link_both_bytes_per_s: int,
+    run_ahead_ops: int,
+    payload: bool,
+    planning: bool,
+) -> tuple[list[dict[str, int]], int]:
+    """Take steps through a pager of their own in virtual time (csrc/bind/replay.h).
+
+    A step: the columns of make_plan, in that order, the names of its operators ("": it only keeps
+    others apart) and a byte for each that says whether it is part of a backward pass. order: u32,
+    indices of steps. Returns tp_replay_row for each step run, figures since the beginning, and how
+    many operands were not mapped or, with payload, held a wrong value. CoreError as the core
+    answers.
+    """

@@ -79,24 +79,8 @@ def make_plan(step: Step, budget_bytes: int, *, link: Link | None = None) -> Pla
     (15.0, 0)
     """
     link = link or Link()
-    operand_end, blocks, flags = array("I"), array("I"), array("B")
-    for at, operator in enumerate(step.operators):
-        reads, writes = set(operator.reads), set(operator.writes)
-        for block in dict.fromkeys((*operator.reads, *operator.writes)):
-            # What is changed in place is listed as written only.
-            is_read = block in reads or step.blocks[block].born != at
-            blocks.append(block)
-            flags.append(_READS * is_read | _WRITES * (block in writes))
-        operand_end.append(len(blocks))
     acts, step_ns, in_bytes, out_bytes, peak_bytes = _core.make_plan(
-        device_ns=array("Q", (each.device_ns for each in step.operators)).tobytes(),
-        operand_end=operand_end.tobytes(),
-        streams=bytes(bool(_STREAMING.search(each.name)) for each in step.operators),
-        operand_block=blocks.tobytes(),
-        operand_flags=flags.tobytes(),
-        block_bytes=array("Q", (each.size_bytes for each in step.blocks)).tobytes(),
-        born=_points(each.born for each in step.blocks),
-        dead=_points(each.dead for each in step.blocks),
+        **columns(step),
         budget_bytes=budget_bytes,
         link_bytes_per_s=round(link.alone),
         link_both_bytes_per_s=round(link.both),
@@ -111,6 +95,29 @@ def make_plan(step: Step, budget_bytes: int, *, link: Link | None = None) -> Pla
         out_bytes,
         peak_bytes,
     )
+
+
+def columns(step: Step) -> dict[str, bytes]:
+    """Return a step in the form in which the core takes it (``_core.make_plan``), in order."""
+    operand_end, blocks, flags = array("I"), array("I"), array("B")
+    for at, operator in enumerate(step.operators):
+        reads, writes = set(operator.reads), set(operator.writes)
+        for block in dict.fromkeys((*operator.reads, *operator.writes)):
+            # What is changed in place is listed as written only.
+            is_read = block in reads or step.blocks[block].born != at
+            blocks.append(block)
+            flags.append(_READS * is_read | _WRITES * (block in writes))
+        operand_end.append(len(blocks))
+    return {
+        "device_ns": array("Q", (each.device_ns for each in step.operators)).tobytes(),
+        "operand_end": operand_end.tobytes(),
+        "streams": bytes(bool(_STREAMING.search(each.name)) for each in step.operators),
+        "operand_block": blocks.tobytes(),
+        "operand_flags": flags.tobytes(),
+        "block_bytes": array("Q", (each.size_bytes for each in step.blocks)).tobytes(),
+        "born": _points(each.born for each in step.blocks),
+        "dead": _points(each.dead for each in step.blocks),
+    }
 
 
 def _points(points: Iterable[int | None]) -> bytes:

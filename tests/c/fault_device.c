@@ -204,6 +204,14 @@ static tp_status fault_memory_info(tp_device *dev, size_t *free_bytes, size_t *t
     return inner_of(dev)->ops->memory_info(inner_of(dev), free_bytes, total_bytes, error);
 }
 
+static uint64_t fault_clock(tp_device *dev) {
+    return inner_of(dev)->ops->clock_ns(inner_of(dev));
+}
+
+static void fault_clock_advance(tp_device *dev, uint64_t most_ns) {
+    inner_of(dev)->ops->clock_advance(inner_of(dev), most_ns);
+}
+
 static const tp_device_ops fault_ops = {
     .destroy = fault_destroy,
     .bind_thread = fault_bind_thread,
@@ -228,6 +236,8 @@ static const tp_device_ops fault_ops = {
     .stream_wait = fault_stream_wait,
     .stream_capturing = fault_stream_capturing,
     .memory_info = fault_memory_info,
+    .clock_ns = fault_clock,
+    .clock_advance = fault_clock_advance,
 };
 
 tp_status fault_device_create(tp_device *inner, tp_device **out, tp_error *error) {

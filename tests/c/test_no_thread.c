@@ -1,0 +1,310 @@
+/* A core without a thread over the simulated device in the order of time: repeatable to the
+ * nanosecond, right contents, and patience in virtual time. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "base/lock.h"
+#include "device/device_sim.h"
+#include "fault_device.h"
+#include "harness.h"
+#include "tp.h"
+
+enum { GRANULE = 4096, EXTENT = 16384, BLOCKS = 24, STRIDE = 512, ACTS = 400 };
+
+typedef struct program {
+    tp_device *dev;
+    tp_core *core;
+    tp_stream streams[2];
+    tp_event events[2];
+    tp_addr addrs[BLOCKS];
+    size_t bytes[BLOCKS];
+    uint64_t values[BLOCKS];
+    uint64_t random, next_value, trail; /* trail: of all that the clock has shown */
+    unsigned wrong;
+    bool payload;
+} program;
+
+typedef struct options {
+    uint64_t seed;
+    size_t budget_bytes;
+    bool payload, wrapped;
+    uint32_t rules_off;
+    tp_hooks hooks;
+} options;
+
+static program open_program(const options *o) {
+    program p = {.random = o->seed, .payload = o->payload};
+    const tp_sim_options sim = {.device_bytes = 4 * TP_MIB,
+                                .granularity_bytes = GRANULE,
+                                .time_ordered = true,
+                                .no_payload = !o->payload,
+                                .poison = true,
+                                .link_bytes_per_s = 1000000000,
+                                .duplex_bytes_per_s = 1500000000};
+    MUST_OK(tp_sim_device_create(&sim, &p.dev, &test_error));
+    for (int i = 0; i < 2; i++) {
+        MUST_OK(tp_sim_stream_create(p.dev, &p.streams[i], &test_error));
+        MUST_OK(p.dev->ops->event_create(p.dev, &p.events[i], &test_error));
+    }
+    tp_device *dev = p.dev;
+    if (o->wrapped) MUST_OK(fault_device_create(p.dev, &dev, &test_error));
+    const tp_config config = {.device_budget_bytes = o->budget_bytes,
+                              .host_budget_bytes = TP_NO_LIMIT,
+                              .large_min_bytes = GRANULE,
+                              .extent_max_bytes = EXTENT,
+                              .segment_bytes = 16 * TP_MIB,
+                              .offload = true,
+                              .no_thread = true,
+                              .rules_off = o->rules_off,
+                              .hooks = o->hooks};
+    MUST_OK(tp_core_create(&config, dev, &p.core, &test_error));
+    return p;
+}
+
+static void close_program(program *p) {
+    while (tp_sim_step(p->dev)) continue;
+    EXPECT_OK(tp_core_check(p->core, &test_error));
+    for (int i = 0; i < 2; i++) p->dev->ops->event_destroy(p->dev, p->events[i]);
+    tp_core_destroy(p->core);
+}
+
+static void alloc(program *p, unsigned idx, size_t bytes) {
+    MUST_OK(tp_alloc(p->core, bytes, p->streams[0], 0, &p->addrs[idx], NULL, &test_error));
+    p->bytes[idx] = bytes;
+    p->values[idx] = 0;
+}
+
+typedef struct kernel {
+    program *p;
+    tp_addr addr;
+    size_t bytes;
+    uint64_t found, left;
+} kernel;
+
+static void kernel_run(tp_device *dev, void *arg) {
+    kernel *k = arg;
+    if (!tp_sim_mapped(dev, k->addr, k->bytes)) k->p->wrong++;
+    for (size_t at = 0; at < k->bytes && k->p->payload; at += STRIDE) {
+        uint64_t word = 0;
+        if (!tp_sim_read(dev, k->addr + at, &word, sizeof word)) k->p->wrong++;
+        if (k->found != 0 && word != k->found + at) k->p->wrong++;
+        word = k->left + at;
+        if (k->left != 0) (void)tp_sim_write(dev, k->addr + at, &word, sizeof word);
+    }
+    free(k);
+}
+
+/* A stream begins behind all work of the other one. */
+static void order(program *p, unsigned stream) {
+    const tp_device_ops *ops = p->dev->ops;
+    MUST_OK(ops->event_record(p->dev, p->events[1 - stream], p->streams[1 - stream], NULL));
+    MUST_OK(ops->stream_wait(p->dev, p->streams[stream], p->events[1 - stream], NULL));
+}
+
+static void op(program *p, unsigned idx, unsigned stream, bool write, uint64_t ns) {
+    const tp_access access = {p->addrs[idx], write};
+    tp_op it = {.name = tp_op_name("aten::mul_.Tensor")};
+    tp_op_begin(p->core, &it, &access, 1, p->streams[stream]);
+    kernel *k = malloc(sizeof *k);
+    MUST(k != NULL);
+    *k = (kernel){p, p->addrs[idx], p->bytes[idx], p->values[idx], 0};
+    if (write) k->left = p->values[idx] = p->next_value += UINT64_C(0x0101010101010101);
+    MUST_OK(tp_sim_launch(p->dev, p->streams[stream], kernel_run, k, ns, &test_error));
+    tp_op_end(&it, NULL, 0, NULL);
+    tp_op_fini(&it);
+}
+
+static void act(program *p) {
+    const unsigned idx = (unsigned)test_random_below(&p->random, BLOCKS);
+    const unsigned stream = test_random_below(&p->random, 8) == 0 ? 1 : 0;
+    if (p->addrs[idx] == 0) {
+        alloc(p, idx, (1 + test_random_below(&p->random, 12)) * GRANULE);
+        op(p, idx, 0, true, 1000);
+    } else if (test_random_below(&p->random, 6) == 0) {
+        tp_free(p->core, p->addrs[idx]);
+        p->addrs[idx] = 0;
+    } else {
+        if (stream == 1) order(p, 1);
+        op(p, idx, stream, test_random_below(&p->random, 2) == 0,
+           test_random_below(&p->random, 40000));
+        if (stream == 1) order(p, 0);
+    }
+    p->trail = p->trail * 31 + p->dev->ops->clock_ns(p->dev);
+}
+
+typedef struct outcome {
+    uint64_t trail, clock_ns, to_host_bytes, to_device_bytes, maps;
+    tp_stats stats;
+    unsigned wrong;
+} outcome;
+
+static outcome run_program(const options *o) {
+    program p = open_program(o);
+    for (int i = 0; i < ACTS; i++) act(&p);
+    outcome out;
+    memset(&out, 0, sizeof out);
+    out.trail = p.trail;
+    out.clock_ns = tp_sim_clock_ns(p.dev);
+    tp_sim_counts counts;
+    tp_sim_get_counts(p.dev, &counts);
+    out.to_host_bytes = counts.bytes_to_host;
+    out.to_device_bytes = counts.bytes_to_device;
+    out.maps = counts.maps;
+    tp_core_stats(p.core, &out.stats);
+    close_program(&p);
+    out.wrong = p.wrong;
+    return out;
+}
+
+static void expect_same(const outcome *a, const outcome *b) {
+    EXPECT_EQ(a->trail, b->trail);
+    EXPECT_EQ(a->clock_ns, b->clock_ns);
+    EXPECT_EQ(a->to_host_bytes, b->to_host_bytes);
+    EXPECT_EQ(a->to_device_bytes, b->to_device_bytes);
+    EXPECT_EQ(a->maps, b->maps);
+    EXPECT_EQ(a->stats.evictions.count, b->stats.evictions.count);
+    EXPECT_EQ(a->stats.misses.count, b->stats.misses.count);
+    EXPECT_EQ(a->stats.stalls.count, b->stats.stalls.count);
+    EXPECT_EQ(a->stats.stalls.ns, b->stats.stalls.ns);
+    EXPECT_EQ(a->stats.memory_stalls.ns, b->stats.memory_stalls.ns);
+    EXPECT_EQ(a->stats.fingerprints.count, b->stats.fingerprints.count);
+}
+
+TEST(paging_without_a_thread_repeats_to_the_nanosecond) {
+    for (unsigned i = 0; i < test_rounds(10); i++) {
+        options o = {.seed = test_seed() + i, .budget_bytes = 192 * TP_KIB, .payload = true};
+        const outcome first = run_program(&o), second = run_program(&o);
+        EXPECT(first.stats.evictions.count > 0 && first.stats.misses.count > 0);
+        EXPECT(first.clock_ns > 0 && first.stats.stalls.ns > 0);
+        EXPECT_EQ(first.wrong, 0);
+        expect_same(&first, &second);
+        o.payload = false; /* contents have no part in it */
+        const outcome bare = run_program(&o);
+        EXPECT_EQ(bare.wrong, 0);
+        expect_same(&first, &bare);
+        o.wrapped = true;
+        const outcome wrapped = run_program(&o);
+        expect_same(&first, &wrapped);
+    }
+}
+
+#if TP_DEBUG
+static unsigned wrong_without(uint32_t rule, bool payload) {
+    unsigned wrong = 0;
+    for (unsigned i = 0; i < 20 && wrong == 0; i++) {
+        const options o = {.seed = test_seed() + i,
+                           .budget_bytes = 192 * TP_KIB,
+                           .payload = payload,
+                           .rules_off = rule};
+        wrong = run_program(&o).wrong;
+    }
+    return wrong;
+}
+
+TEST(kernels_find_what_a_missing_rule_breaks) {
+    EXPECT(wrong_without(TP_RULE_FILL_COMPLETE, true) > 0);
+    EXPECT(wrong_without(TP_RULE_OLD_MAPPING, true) > 0);
+    EXPECT(wrong_without(TP_RULE_OLD_MAPPING, false) > 0); /* nothing is mapped there */
+}
+#endif
+
+TEST(program_that_fits_takes_no_longer_than_its_kernels) {
+    options o = {.budget_bytes = 2 * TP_MIB};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        alloc(&p, i, 4 * GRANULE);
+        op(&p, i, 0, true, 1000);
+    }
+    EXPECT_EQ(tp_sim_clock_ns(p.dev), 0); /* nobody has waited yet */
+    while (tp_sim_step(p.dev)) continue;
+    EXPECT_EQ(tp_sim_clock_ns(p.dev), 1000 * BLOCKS);
+    EXPECT_EQ(p.wrong, 0);
+    close_program(&p);
+}
+
+/* Room for two of three blocks; the link carries a byte in a ns. */
+TEST(allocation_waits_for_exactly_one_write_back) {
+    options o = {.budget_bytes = 2 * EXTENT};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < 2; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 100000);
+    }
+    alloc(&p, 2, EXTENT);
+    /* While nobody waited for memory operators left no markers of their own: the copy begins behind
+     * both kernels. A fingerprint goes before it and another behind it, 8.192 ns each. */
+    const uint64_t ns = 200000 + 8 + EXTENT + 8;
+    EXPECT_EQ(tp_sim_clock_ns(p.dev), ns);
+    tp_stats stats;
+    tp_core_stats(p.core, &stats);
+    EXPECT_EQ(stats.write_backs.count, 1);
+    EXPECT_EQ(stats.memory_stalls.count, 1);
+    EXPECT_EQ(stats.memory_stalls.ns, ns);
+    close_program(&p);
+}
+
+static void count_arming(void *ctx, tp_arming level) {
+    unsigned *count = ctx;
+    if (level == TP_ARM_FULL) ++*count;
+}
+
+TEST(grace_of_a_new_hook_passes_in_virtual_time) {
+    unsigned armed = 0;
+    options o = {.budget_bytes = 2 * EXTENT, .hooks = {.ctx = &armed, .arm = count_arming}};
+    program p = open_program(&o);
+    const uint64_t began = tp_now_ns();
+    for (unsigned i = 0; i < 3; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    EXPECT_EQ(armed, 1);
+    /* 20 ms from the arming; what little happens before is above it. */
+    const uint64_t clock = tp_sim_clock_ns(p.dev);
+    EXPECT(clock >= 20000000 && clock < 23000000);
+    EXPECT(tp_now_ns() - began < 15000000 || TP_DEBUG > 0);
+    close_program(&p);
+}
+
+TEST(wait_of_a_tool_lets_time_pass_and_the_pager_work) {
+    options o = {.budget_bytes = 2 * EXTENT};
+    program p = open_program(&o);
+    alloc(&p, 0, EXTENT);
+    op(&p, 0, 0, true, 5000);
+    tp_core_pass_time(p.core, 2000);
+    EXPECT_EQ(tp_sim_clock_ns(p.dev), 2000);
+    tp_core_pass_time(p.core, 10000);
+    EXPECT_EQ(tp_sim_clock_ns(p.dev), 5000);
+    EXPECT_OK(tp_core_set_offload(p.core, true, &test_error));
+    EXPECT_EQ(tp_evict_all(p.core), EXTENT);
+    EXPECT(tp_sim_clock_ns(p.dev) >= 5000 + EXTENT);
+    close_program(&p);
+}
+
+TEST(pager_goes_on_behind_each_operator) {
+    options o = {.budget_bytes = 16 * EXTENT};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < 18; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    /* Memory is being kept free ahead; what the device has done meanwhile is noticed by nobody. */
+    while (tp_sim_step(p.dev)) continue;
+    tp_stats before, after;
+    tp_core_stats(p.core, &before);
+    op(&p, 17, 0, false, 1000);
+    tp_core_stats(p.core, &after);
+    EXPECT_EQ(before.evictions.count, 2);
+    EXPECT(after.fingerprints.count > before.fingerprints.count);
+    EXPECT_EQ(after.stalls.count, before.stalls.count);
+    close_program(&p);
+}
+
+TEST(no_thread_needs_a_virtual_clock) {
+    const tp_sim_options sim = {.device_bytes = TP_MIB, .granularity_bytes = GRANULE};
+    tp_device *dev = NULL;
+    tp_core *core = NULL;
+    MUST_OK(tp_sim_device_create(&sim, &dev, &test_error));
+    const tp_config config = {.device_budget_bytes = TP_MIB, .no_thread = true};
+    EXPECT_STATUS(tp_core_create(&config, dev, &core, &test_error), TP_INVALID);
+}
