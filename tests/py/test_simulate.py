@@ -1,6 +1,7 @@
 """The simulated device: real training under it gives the same bits, and what it refuses."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -226,6 +227,17 @@ def test_tensors_in_reference_cycles_do_not_block_other_options():
     del cycle
     with torchpager.simulate("32 MiB"):
         pass
+
+
+def test_tensor_can_be_evicted_long_after_paging_was_switched_on():
+    """Nothing happened since, so the pager's thread slept."""
+    with torchpager.simulate("64 MiB", granularity="4 KiB", strict=True):
+        x = torch.arange(32 << 10)
+        with torchpager.auto_offload():
+            time.sleep(1.2)
+            testing.evict(x)
+            assert testing.state(x).where == "host"
+        del x
 
 
 def test_only_storages_of_large_min_count():
