@@ -66,6 +66,10 @@ static void make(const scene *s, tp_plan *plan) {
     EXPECT(plan->peak_bytes <= s->config.budget_bytes);
     for (uint32_t i = 1; i < plan->act_count; i++)
         EXPECT(plan->acts[i].op >= plan->acts[i - 1].op);
+    for (uint32_t i = 0; i < plan->resident_count; i++) {
+        EXPECT(plan->resident[i].block < s->trace.block_count);
+        EXPECT(i == 0 || plan->resident[i].block >= plan->resident[i - 1].block);
+    }
 }
 
 static uint32_t count(const tp_plan *plan, tp_act_kind kind) {
@@ -249,16 +253,24 @@ TEST(large_dead_input_is_kept_where_it_cannot_be_made_again_and_is_smaller) {
 
 TEST(results_of_one_operator_come_back_together) {
     scene s;
-    simple_scene(&s);
-    const uint32_t other = add_block(&s, 32, 2, 4);
-    s.operands[s.trace.operand_count] = (tp_trace_operand){other, true, false};
-    s.trace.operand_count++;
-    s.ops[4].operand_count++;
-    s.recipes[0].output_count = 2;
-    s.recipe_blocks[s.trace.recipe_block_count++] = other;
-    s.config.budget_bytes = 450 * TP_MIB;
+    scene_init(&s, 430);
+    const uint32_t weight = add_block(&s, 16, TP_NO_OP, TP_NO_OP);
+    const uint32_t large = add_block(&s, 256, 2, 4), small = add_block(&s, 32, 2, 5);
+    add_op(&s);
+    add_op(&s);
+    add_op(&s);
+    add_operand(&s, weight, false);
+    add_operand(&s, large, true);
+    add_operand(&s, small, true);
+    add_recipe(&s, weight, large, small);
+    add_peak(&s);
+    add_op(&s);
+    add_operand(&s, large, false);
+    add_op(&s);
+    add_operand(&s, small, false);
     tp_plan plan;
     make(&s, &plan);
+    EXPECT_EQ(count(&plan, TP_ACT_DROP), 2);
     EXPECT_EQ(plan.rerun_count, 1);
     EXPECT_EQ(plan.step_ns, native_ns(&s) + RERUN_NS);
     tp_plan_fini(&plan);
