@@ -3,7 +3,7 @@
     make replay
     python benchmarks/replay.py [TRACE...] [--budgets 0.9 0.5] [--jitter 0.2] [--check FILE]
 
-Each trace is taken through three times at each budget.
+Each trace is taken through four times at each budget.
 
 *On demand* and *planned*: through the real pager, its recorder, planner and executor, and the
 simulated device (csrc/bind/replay.c), as the operator hook would, for eight rounds, of which
@@ -18,6 +18,11 @@ taken off the budget.
 *Simulated*: the planner (csrc/pager/plan.c) is given the trace itself, and an event simulation
 of one compute stream and one copy at a time in each direction carries its plan out. So these
 figures say what the plans are worth, not what torchpager takes.
+
+*Joint*: as simulated, but blocks that recipes.py lists may also be dropped and made again. The
+pager takes no part: it does not carry out such plans yet. unroll.py turns the plan into a step
+with reruns among its operators, and checks that no operator runs on anything but what it would
+find without.
 
 Everywhere the link carries 55 GB/s alone, 101 GB/s both ways together.
 
@@ -38,19 +43,25 @@ second time is counted. So each length has been seen before, and none is known i
 It prints, for each trace and budget, step time over native and over the bound by linear
 programming (benchmarks/traces/README.md), bytes in each direction, misses, and how many
 operators waited for memory; and writes them to build/replay.json, those of the pager as
-``demand_...`` and ``pager_...``. Everything is deterministic.
+``demand_...`` and ``pager_...``, those with drops as rows of their own (mode "joint"). Of these
+it prints step time over an earlier simulation's as well. Everything is deterministic.
 """
 
 import argparse
 import json
+import os
 import random
 import sys
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import repeat, takewhile
 from pathlib import Path
+
+from recipes import recipes_of
+from unroll import unroll
 
 import torchpager
 from torchpager import _core
@@ -616,33 +627,29 @@ def pager_columns(kind: str, steps: Sequence[Step], budget: int, *, planning: bo
     }
 
 
-def row_of(trace: Trace, share: float, bounds: dict, jitter: float) -> dict:
-    """Replay one trace at one budget."""
-    name, steps = trace.name, steps_of(trace)
-    known = bounds.get(name) or bounds[f"{name}+chunk"]
-    budget = int(trace.peak_bytes * share)
-    row = {
-        "trace": name,
-        "mode": "page",
-        "budget": share,
-        "peak_bytes": trace.peak_bytes,
-        "native_ms": round(sum(each.device_ns for each in steps) / 1e6, 3),
-        "roof_ms": known["paging_bound_ms"][str(share)],
-        "step_ms": None,
-        "in_bytes": None,
-        "out_bytes": None,
-    }
-    row |= pager_columns("demand", steps, budget, planning=False)
-    row |= pager_columns("pager", steps, budget, planning=True)
-    try:
-        plans = [make_plan(each, budget) for each in steps]
-    except _core.CoreError as error:
-        return row | {"reason": str(error)}
+def rows_of(trace: Trace, share: float, bounds: dict, jitter: float) -> Iterator[dict]:
+    """Replay one trace at one budget, without drops and with them."""
+    page = row_of(trace, share, bounds, jitter)
+    yield page
+    yield joint_row_of(trace, share, bounds, jitter, page)
+
+
+def replay_trace(name: str, budgets: Sequence[float], jitter: float) -> list[dict]:
+    """Replay one trace at each budget."""
+    bounds = json.loads((TRACES / "bounds.json").read_text())
+    trace = torchpager.load_trace(TRACES / f"{name}.trace.gz")
+    return [row for share in budgets for row in rows_of(trace, share, bounds, jitter)]
+
+
+def simulated_columns(
+    steps: Sequence[Step], plans: Sequence[Plan], budget: int, jitter: float
+) -> dict:
+    """Carry plans out in the event simulation; return columns of a row."""
     if len(steps) > 1:
         outcome = replay_kinds(steps, plans, budget)
     else:
         outcome = replay(steps[0], plans[0], budget, jitter=jitter)
-    return row | {
+    return {
         "step_ms": round(outcome.step_ms, 3),
         "in_bytes": outcome.in_bytes,
         "out_bytes": outcome.out_bytes,
@@ -653,14 +660,79 @@ def row_of(trace: Trace, share: float, bounds: dict, jitter: float) -> dict:
     }
 
 
+def head_of(trace: Trace, share: float, bounds: dict, mode: str) -> dict:
+    """Return the columns of a row that say what it is about; its figures are missing."""
+    known = bounds.get(trace.name) or bounds[f"{trace.name}+chunk"]
+    return {
+        "trace": trace.name,
+        "mode": mode,
+        "budget": share,
+        "peak_bytes": trace.peak_bytes,
+        "native_ms": round(sum(each.device_ns for each in steps_of(trace)) / 1e6, 3),
+        "roof_ms": known["paging_bound_ms"][str(share)],
+        "step_ms": None,
+        "in_bytes": None,
+        "out_bytes": None,
+    }
+
+
+def row_of(trace: Trace, share: float, bounds: dict, jitter: float) -> dict:
+    """Replay one trace at one budget."""
+    steps, budget = steps_of(trace), int(trace.peak_bytes * share)
+    row = head_of(trace, share, bounds, "page")
+    row |= pager_columns("demand", steps, budget, planning=False)
+    row |= pager_columns("pager", steps, budget, planning=True)
+    try:
+        plans = [make_plan(each, budget) for each in steps]
+    except _core.CoreError as error:
+        return row | {"reason": str(error)}
+    return row | simulated_columns(steps, plans, budget, jitter)
+
+
+def joint_row_of(
+    trace: Trace, share: float, bounds: dict, jitter: float, page: dict | None = None
+) -> dict:
+    """Replay one trace at one budget, with drops. ``page``: its row without them."""
+    steps, budget = steps_of(trace), int(trace.peak_bytes * share)
+    row = head_of(trace, share, bounds, "joint")
+    known = bounds.get(trace.name) or bounds[f"{trace.name}+chunk"]
+    row["simulated_ms"] = known["joint_simulated_ms"].get(str(share))
+    recipes = [recipes_of(each) for each in steps]
+    try:
+        plans = [
+            make_plan(each, budget, recipes=its)
+            for each, its in zip(steps, recipes, strict=True)
+        ]
+    except _core.CoreError as error:
+        return row | {"reason": str(error)}
+    row |= {
+        "reruns": sum(each.reruns for each in plans),
+        "rerun_ms": round(sum(each.rerun_ms for each in plans), 3),
+        "dropped_bytes": sum(each.dropped_bytes for each in plans),
+    }
+    if page is not None and row["reruns"] == 0:
+        same = ("step_ms", "in_bytes", "out_bytes", "planned_ms", "misses", "host_waits")
+        return row | {name: page[name] for name in (*same, "held_bytes")}
+    unrolled = [unroll(*each) for each in zip(steps, plans, recipes, strict=True)]
+    new_steps, moves = zip(*unrolled, strict=True)
+    return row | simulated_columns(new_steps, moves, budget, jitter)
+
+
 def line_of(row: dict) -> str:
     """Format a row for people: on demand, planned, and by the event simulation."""
     parts = [f"{row['trace']:16} {row['budget']:>5.0%}"]
-    for kind, figure in (("demand_", "demand_ms"), ("pager_", "pager_ms"), ("", "step_ms")):
+    kinds = (("demand_", "demand_ms"), ("pager_", "pager_ms"), ("", "step_ms"))
+    for kind, figure in kinds if row["mode"] == "page" else kinds[2:]:
         if row[figure] is None:
             parts.append(f"does not fit: {row[kind + 'reason']}")
         else:
             parts.append(figures_of(row, kind, row[figure]))
+    if row["mode"] == "joint":
+        parts.insert(1, "with drops")
+        if row["step_ms"] is not None:
+            parts.append(f"{row['reruns']} reruns, {row['rerun_ms']:.1f} ms")
+        if row["step_ms"] is not None and row["simulated_ms"] is not None:
+            parts.append(f"{row['step_ms'] / row['simulated_ms']:.3f} of the earlier figure")
     return " | ".join(parts)
 
 
@@ -673,20 +745,25 @@ def figures_of(row: dict, kind: str, step_ms: float) -> str:
     )
 
 
+def _key(row: dict) -> tuple[str, str, float]:
+    return row["trace"], row.get("mode", "page"), row["budget"]
+
+
 def regressions(rows: list[dict], path: str) -> list[str]:
     """Return a sentence for each row that is worse than in an earlier file."""
-    before = {
-        (each["trace"], each["budget"]): each for each in json.loads(Path(path).read_text())
-    }
+    before = {_key(each): each for each in json.loads(Path(path).read_text())}
     found = []
     for row in rows:
-        old = before.get((row["trace"], row["budget"]), {})
+        old = before.get(_key(row), {})
         for figure, kind in FIGURES:
             if old.get(figure) is None:
                 continue
             if row[figure] is None or row[figure] > old[figure] * (1 + TOLERANCE):
-                what = f"{row['trace']} at {row['budget']:.0%}, {kind}"
-                found.append(f"{what}: {row[figure]} ms, was {old[figure]}")
+                what = kind if _key(row)[1] == "page" else "with drops"
+                found.append(
+                    f"{row['trace']} at {row['budget']:.0%}, {what}:"
+                    f" {row[figure]} ms, was {old[figure]}"
+                )
     return found
 
 
@@ -736,11 +813,12 @@ def main() -> int:
     print(" | ".join([f"{'':22}", *(f"{each:{len(text)}}" for each in heads)]))
     print(" | ".join([f"{'trace':16} {'budget':>5}", *[text] * 3]))
     rows = []
-    for name in names:
-        trace = torchpager.load_trace(TRACES / f"{name}.trace.gz")
-        for share in options.budgets:
-            rows.append(row_of(trace, share, bounds, options.jitter))
-            print(line_of(rows[-1]), flush=True)
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for its in pool.map(
+            replay_trace, names, repeat(options.budgets), repeat(options.jitter)
+        ):
+            rows += its
+            print(*map(line_of, its), sep="\n", flush=True)
     # Before the rows are written: it may be the same file.
     found = regressions(rows, options.check) if options.check else []
     found = [f"worse: {each}" for each in found]

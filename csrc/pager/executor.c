@@ -61,6 +61,10 @@ static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
     case TP_ACT_EVICT: evict(pager, extent, decided); break;
     case TP_ACT_FILL: wish(pager, block, act->extent); break;
     case TP_ACT_LEAVE: extent->leave = extent->state == TP_EXTENT_HOST; break;
+    case TP_ACT_DROP:
+    case TP_ACT_RERUN:
+    case TP_ACT_KEEP:
+    case TP_ACT_DISCARD: TP_ASSERT(false); break; /* no recipes are recorded yet */
     }
 }
 

@@ -5,7 +5,9 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "pager/plan_drop.h"
 #include "pager/plan_model.h"
+#include "pager/plan_rerun.h"
 
 /* How often the step is run. Farthest next use alone keeps other extents across the boundary in each
  * round, but the acts are carried out step after step: what was kept from the second round to the
@@ -49,7 +51,8 @@ void tp_plan_config_init(tp_plan_config *config, uint64_t budget_bytes) {
                                .link_bytes_per_s = 55000000000u,
                                .link_both_bytes_per_s = 101000000000u,
                                .headroom_ops = 2,
-                               .slack_ns = 5000000u};
+                               .slack_ns = 5000000u,
+                               .chain_max = 3};
 }
 
 uint32_t tp_plan_extents(const tp_plan_config *config, uint64_t bytes) {
@@ -573,6 +576,92 @@ static bool streams_a_block(const tp_trace *trace) {
     return false;
 }
 
+/* A plan that only moves bytes. */
+static tp_status plan_moves(const tp_trace *trace, const tp_plan_config *config,
+                            uint64_t native_ns, tp_plan *out, tp_error *error) {
+    tp_plan other;
+    const tp_status status = plan_one_way(trace, config, false, out, error);
+    if (status != TP_OK) return status;
+    if (out->step_ns > native_ns && streams_a_block(trace) &&
+        plan_one_way(trace, config, true, &other, NULL) == TP_OK) {
+        const bool is_better = other.step_ns < out->step_ns;
+        tp_plan_fini(is_better ? out : &other);
+        if (is_better) *out = other;
+    }
+    return TP_OK;
+}
+
+/* ---- drops and moves together ---------------------------------------------------------------- */
+
+/* The target is the budget and so many quarters of what is free to move. */
+enum { QUARTERS_FIRST = 4, QUARTERS_MAX = 40 };
+
+typedef struct search {
+    const tp_trace *trace;
+    const tp_plan_config *config;
+    tp_dropper *dropper;
+    tp_plan *best;
+    uint32_t best_quarters;
+    tp_drop_order best_order;
+    bool tried[TP_DROP_ORDERS][QUARTERS_MAX + 1];
+} search;
+
+/* Plans under one target; keeps that plan if it is the best so far. Only the lack of host memory
+ * ends the search: a target that leads nowhere is passed over. */
+static tp_status try_target(search *s, uint32_t quarters, tp_drop_order order,
+                            tp_error *error) {
+    if (quarters > QUARTERS_MAX || s->tried[order][quarters]) return TP_OK;
+    s->tried[order][quarters] = true;
+    const uint64_t target_bytes =
+        s->config->budget_bytes + tp_dropper_free_bytes(s->dropper) / 4 * quarters;
+    tp_drops drops;
+    tp_status status = tp_dropper_choose(s->dropper, target_bytes, order, &drops, error);
+    if (status != TP_OK || drops.count == 0) return status;
+    tp_rerun_trace with_reruns;
+    status = tp_rerun_trace_make(s->trace, &drops, &with_reruns, error);
+    if (status != TP_OK) return status == TP_INVALID ? TP_OK : status;
+    tp_plan plan;
+    status = plan_one_way(&with_reruns.trace, s->config, false, &plan, error);
+    if (status == TP_OK && plan.step_ns < s->best->step_ns) {
+        status = tp_rerun_trace_translate(&with_reruns, &plan, error);
+        if (status == TP_OK) {
+            tp_plan_fini(s->best);
+            *s->best = plan;
+            s->best_quarters = quarters;
+            s->best_order = order;
+        } else {
+            tp_plan_fini(&plan);
+        }
+    } else if (status == TP_OK) {
+        tp_plan_fini(&plan);
+    }
+    tp_rerun_trace_fini(&with_reruns);
+    return status == TP_OUT_OF_MEMORY ? TP_OK : status;
+}
+
+/* Replaces *plan by one with drops, if that takes less time. */
+static tp_status plan_drops(const tp_trace *trace, const tp_plan_config *config, tp_plan *plan,
+                            tp_error *error) {
+    search s = {.trace = trace, .config = config, .best = plan, .best_quarters = UINT32_MAX};
+    tp_status status = tp_dropper_create(trace, config, &s.dropper, error);
+    for (uint32_t order = 0; order < TP_DROP_ORDERS; order++) {
+        /* Upwards as long as it gets better. */
+        for (uint32_t quarters = 0; quarters <= QUARTERS_MAX && status == TP_OK;
+             quarters += 2) {
+            const uint64_t before_ns = plan->step_ns;
+            status = try_target(&s, quarters, (tp_drop_order)order, error);
+            if (quarters > QUARTERS_FIRST && plan->step_ns == before_ns) break;
+        }
+    }
+    const uint32_t found = s.best_quarters;
+    if (status == TP_OK && found != UINT32_MAX)
+        status = try_target(&s, found + 1, s.best_order, error);
+    if (status == TP_OK && found != UINT32_MAX && found > 0)
+        status = try_target(&s, found - 1, s.best_order, error);
+    tp_dropper_destroy(s.dropper);
+    return status;
+}
+
 tp_status tp_plan_make(const tp_trace *trace, const tp_plan_config *config, tp_plan *out,
                        tp_error *error) {
     tp_status status = check_config(config, error);
@@ -580,17 +669,16 @@ tp_status tp_plan_make(const tp_trace *trace, const tp_plan_config *config, tp_p
     if (status != TP_OK) return status;
     uint64_t native_ns = 0;
     for (uint32_t op = 0; op < trace->op_count; op++) native_ns += trace->ops[op].device_ns;
-    tp_plan plan, other;
-    status = plan_one_way(trace, config, false, &plan, error);
+    tp_plan plan;
+    status = plan_moves(trace, config, native_ns, &plan, error);
     if (status != TP_OK) return status;
-    if (plan.step_ns > native_ns && streams_a_block(trace) &&
-        plan_one_way(trace, config, true, &other, NULL) == TP_OK) {
-        const bool is_better = other.step_ns < plan.step_ns;
-        tp_plan_fini(is_better ? &plan : &other);
-        if (is_better) plan = other;
-    }
-    *out = plan;
-    return TP_OK;
+    if (plan.step_ns > native_ns && trace->recipe_count > 0)
+        status = plan_drops(trace, config, &plan, error);
+    if (status == TP_OK)
+        *out = plan;
+    else
+        tp_plan_fini(&plan);
+    return status;
 }
 
 void tp_plan_fini(tp_plan *plan) {

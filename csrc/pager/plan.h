@@ -16,10 +16,15 @@
  *
  * On a cycle this keeps a prefix resident: what was used last is what is needed last.
  *
+ * Where a trace has recipes, blocks may be dropped and made again instead of moved, where that
+ * takes less time. Bytes up to a target above the budget move for nothing, beside operators;
+ * blocks are dropped, the cheapest first, until no more than that is alive; a plan as above
+ * moves what is left, reruns being operators like others. Several targets are tried.
+ *
  * The acts are in one order. When each happens is their own business (a fill waits for memory,
  * an eviction for its write-back and for the last use), but memory is claimed in that order, by
  * fills and by births alike: so what did not come to a standstill in the model does not
- * elsewhere.
+ * elsewhere. Before a block is dropped there is memory for its rerun in that sense.
  *
  * Never sees the device. No lock. Runs on any thread. */
 #ifndef TP_PAGER_PLAN_H
@@ -38,20 +43,32 @@ typedef struct tp_plan_config {
     /* A fill that something has to be evicted for is begun as late as the link allows, less
      * this. */
     uint64_t slack_ns;
+    /* How many reruns may stand behind one another, before the block's own. */
+    uint32_t chain_max;
 } tp_plan_config;
 
-/* There may be more kinds one day (bytes that are made again instead of moved): what carries
- * out a plan refuses a kind that it does not know. */
+/* What carries out a plan refuses a kind that it does not know. */
 typedef enum tp_act_kind {
+    /* Of an extent. */
     TP_ACT_WRITE_BACK, /* after the last operator that wrote the extent */
     TP_ACT_EVICT,      /* after its last use and its write-back */
     TP_ACT_FILL,       /* when there is memory */
-    TP_ACT_LEAVE       /* the operator runs over this operand in HOST */
+    TP_ACT_LEAVE,      /* the operator runs over this operand in HOST */
+    /* Of a block, wherever its extents are; `extent` is 0. Only in plans of traces with
+     * recipes. */
+    TP_ACT_DROP,    /* after its last use: its frames of both kinds go, its bytes with them */
+    TP_ACT_RERUN,   /* runs the recipe of the block, in a place of its own among the operators.
+                       Claims memory as a birth does, for all outputs: those that are dropped
+                       are back, so is a dead one that the act names, and what it makes of the
+                       others goes as soon as it has run. */
+    TP_ACT_KEEP,    /* the block dies after this operator, but its bytes stay */
+    TP_ACT_DISCARD, /* the bytes of a dead block, kept or made again, go after their last use */
 } tp_act_kind;
 
 typedef struct tp_act {
     /* Its place: after the operator before this one has started, before this one starts.
-     * Before operator 0: after the last operator of the step before has started. */
+     * Before operator 0: after the last operator of the step before has started. A rerun
+     * counts as an operator: what comes behind it in the list, it precedes. */
     uint32_t op;
     uint32_t block, extent;
     tp_act_kind kind;
@@ -69,10 +86,12 @@ typedef struct tp_plan {
     tp_plan_extent *resident;
     uint32_t resident_count;
     uint64_t step_ns, in_bytes, out_bytes, peak_bytes; /* of one step, in the model */
+    uint32_t rerun_count;
+    uint64_t rerun_ns, dropped_bytes;
 } tp_plan;
 
 /* The figures of an H200: 55 GB/s one way, 101 GB/s both; extents of 2 to 64 MiB; two
- * operators; 5 ms. */
+ * operators; 5 ms; three reruns. */
 void tp_plan_config_init(tp_plan_config *config, uint64_t budget_bytes);
 
 /* How many extents a block of `bytes` is made of; 0: it is too small to move. */

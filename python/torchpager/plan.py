@@ -4,13 +4,13 @@ import enum
 import re
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchpager import _core
 from torchpager.roofline import Link
-from torchpager.trace import Step
+from torchpager.trace import Step, StepRecipe
 
 # Operators that go over each operand once: lists and fused lists of optimizers, elementwise in
 # place. One of their operands in HOST costs what a copy of it does.
@@ -22,18 +22,27 @@ _READS, _WRITES = 1, 2
 
 
 class ActKind(enum.IntEnum):
-    """What an act does with an extent."""
+    """What an act does with an extent or, from DROP on, with a block.
+
+    RERUN runs the block's recipe. KEEP comes before the operator that the block dies after: its
+    bytes stay, until DISCARD; so do those of a dead block that a rerun made.
+    """
 
     WRITE_BACK = 0
     EVICT = 1
     FILL = 2
     LEAVE = 3
+    DROP = 4
+    RERUN = 5
+    KEEP = 6
+    DISCARD = 7
 
 
 class Act(NamedTuple):
     """One act of a plan.
 
     It comes after the operator before ``operator`` has started, and before ``operator`` starts.
+    A rerun counts as an operator: what comes behind it, comes after it has started.
     """
 
     operator: int
@@ -52,6 +61,8 @@ class Plan:
         In order.
     step_ms, in_bytes, out_bytes, peak_bytes
         Of one step in the steady state.
+    reruns, rerun_ms, dropped_bytes
+        What is made again in a step, and what that takes.
     """
 
     acts: tuple[Act, ...]
@@ -59,10 +70,24 @@ class Plan:
     in_bytes: int
     out_bytes: int
     peak_bytes: int
+    reruns: int = 0
+    rerun_ms: float = 0.0
+    dropped_bytes: int = 0
 
 
-def make_plan(step: Step, budget_bytes: int, *, link: Link | None = None) -> Plan:
+def make_plan(
+    step: Step,
+    budget_bytes: int,
+    *,
+    recipes: Sequence[StepRecipe] = (),
+    link: Link | None = None,
+) -> Plan:
     """Plan a step inside a budget.
+
+    Parameters
+    ----------
+    recipes
+        Of blocks that may be dropped and made again, where that is faster than moving them.
 
     Raises
     ------
@@ -79,8 +104,9 @@ def make_plan(step: Step, budget_bytes: int, *, link: Link | None = None) -> Pla
     (15.0, 0)
     """
     link = link or Link()
-    acts, step_ns, in_bytes, out_bytes, peak_bytes = _core.make_plan(
+    acts, step_ns, in_bytes, out_bytes, peak_bytes, reruns, rerun_ns, dropped = _core.make_plan(
         **columns(step),
+        **_recipe_columns(recipes),
         budget_bytes=budget_bytes,
         link_bytes_per_s=round(link.alone),
         link_both_bytes_per_s=round(link.both),
@@ -94,6 +120,9 @@ def make_plan(step: Step, budget_bytes: int, *, link: Link | None = None) -> Pla
         in_bytes,
         out_bytes,
         peak_bytes,
+        reruns,
+        rerun_ns / 1e6,
+        dropped,
     )
 
 
@@ -117,6 +146,23 @@ def columns(step: Step) -> dict[str, bytes]:
         "block_bytes": array("Q", (each.size_bytes for each in step.blocks)).tobytes(),
         "born": _points(each.born for each in step.blocks),
         "dead": _points(each.dead for each in step.blocks),
+    }
+
+
+def _recipe_columns(recipes: Sequence[StepRecipe]) -> dict[str, bytes]:
+    blocks, input_end, output_end = array("I"), array("I"), array("I")
+    recipes = sorted(recipes, key=lambda each: each.operator)
+    for recipe in recipes:
+        blocks.extend(recipe.inputs)
+        input_end.append(len(blocks))
+        blocks.extend(recipe.outputs)
+        output_end.append(len(blocks))
+    return {
+        "recipe_ns": array("Q", (each.device_ns for each in recipes)).tobytes(),
+        "recipe_op": array("I", (each.operator for each in recipes)).tobytes(),
+        "recipe_input_end": input_end.tobytes(),
+        "recipe_output_end": output_end.tobytes(),
+        "recipe_block": blocks.tobytes(),
     }
 
 

@@ -103,6 +103,26 @@ class StepOperator:
     writes: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class StepRecipe:
+    """How blocks of a step can be made again.
+
+    Attributes
+    ----------
+    operator
+        The operator behind which its outputs are complete.
+    device_ns
+        What a rerun takes on the device, nested operators included.
+    inputs, outputs
+        Indices of blocks. The outputs are all that it allocates and that outlive it.
+    """
+
+    operator: int
+    device_ns: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """The repeating period of a program: operators and the lives of what they touch."""

@@ -216,6 +216,7 @@ static void walk_act(walk *w, const tp_act *act) {
         EXPECT(!w->resident[b][e] && w->s->ops[act->op].streams);
         w->left[b][e] = true;
         break;
+    default: EXPECT(!"an act of a trace with recipes"); break;
     }
 }
 

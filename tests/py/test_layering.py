@@ -20,6 +20,8 @@ PURE = {
     "trace",
     "plan",
     "plan_model",
+    "plan_drop",
+    "plan_rerun",
     "victim",
     "name",
     "record",
