@@ -291,14 +291,14 @@ void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *pa
     tp_pager *pager = enter(op->core);
     tp_learn_end(pager, op, outputs, output_count);
     tp_access_end(pager, op, outputs, output_count, parent);
-    if (!detached) tp_executor_launched(pager);
-    if (!detached) tp_pager_catch_up(pager);
     if (detached) {
         /* Perhaps on a thread that waits in a function of ours: its regions go on standing. */
         tp_lock_drop(&pager->lock);
-    } else {
-        leave(pager);
+        return;
     }
+    tp_executor_launched(pager);
+    tp_pager_catch_up(pager);
+    leave(pager);
 }
 
 void tp_op_detach(tp_op *op, tp_op *parent) {

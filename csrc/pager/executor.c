@@ -1,6 +1,5 @@
 #include "pager/executor.h"
 
-#include "base/bytes.h"
 #include "base/check.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
@@ -9,18 +8,10 @@
 
 /* ---- acts ------------------------------------------------------------------------------------ */
 
-static bool may_move(const tp_block *block) { return block->seen && !tp_block_fixed(block); }
-
 /* One marker stands for all decisions that are made at the same operator. */
 static bool decide(tp_pager *pager, tp_marker *decided) {
     if (decided->seq != 0) return true;
     return tp_marker_record_context(&pager->markers, decided, NULL) == TP_OK;
-}
-
-static void list(tp_pager *pager, tp_extent *extent) {
-    if (!tp_link_in_list(&extent->inflight)) {
-        tp_list_push_back(&pager->inflight, &extent->inflight);
-    }
 }
 
 static void write_back(tp_pager *pager, tp_extent *extent, tp_marker *decided) {
@@ -28,7 +19,7 @@ static void write_back(tp_pager *pager, tp_extent *extent, tp_marker *decided) {
     if (pager->host_full || !decide(pager, decided)) return;
     extent->write_back = true;
     extent->decided = *decided;
-    list(pager, extent);
+    tp_extent_list(pager, extent);
 }
 
 static void evict(tp_pager *pager, tp_extent *extent, tp_marker *decided) {
@@ -37,7 +28,7 @@ static void evict(tp_pager *pager, tp_extent *extent, tp_marker *decided) {
     if (!decide(pager, decided)) return;
     extent->evict = true;
     extent->decided = *decided;
-    list(pager, extent);
+    tp_extent_list(pager, extent);
 }
 
 static void wish(tp_pager *pager, tp_block *block, uint32_t extent) {
@@ -54,7 +45,7 @@ static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
     const tp_identity *identity = tp_steps_live(step, act->block);
     if (identity == NULL) return;
     tp_block *block = TP_CONTAINER(identity, tp_block, identity);
-    if (!may_move(block) || act->extent >= block->extent_count) return;
+    if (!tp_block_movable(block) || act->extent >= block->extent_count) return;
     tp_extent *extent = &block->extents[act->extent];
     switch (act->kind) {
     case TP_ACT_WRITE_BACK: write_back(pager, extent, decided); break;
@@ -130,17 +121,14 @@ static void put_right(tp_pager *pager, const tp_step *step, const tp_plan *plan)
         if (identity == NULL) continue;
         tp_block *block = TP_CONTAINER(identity, tp_block, identity);
         const uint32_t number = plan->resident[i].extent;
-        if (!may_move(block) || number >= block->extent_count) continue;
+        if (!tp_block_movable(block) || number >= block->extent_count) continue;
         const tp_extent *extent = &block->extents[number];
         if (extent->state != TP_EXTENT_HOST || extent->device != NULL) continue;
         wish(pager, block, number);
         missing += extent->bytes;
     }
     if (missing == 0) return;
-    const size_t spare =
-        pager->device_frames.free_bytes +
-        tp_sub_floor(tp_budget_frame_cap(&pager->budget), pager->device_frames.created_bytes) +
-        tp_reclaim_incoming(pager).bytes;
+    const size_t spare = tp_reclaim_free_bytes(pager) + tp_reclaim_incoming(pager).bytes;
     if (missing > spare) (void)tp_reclaim_start(pager, missing - spare, 0);
     tp_pager_wake(pager);
 }

@@ -119,3 +119,11 @@ bool tp_block_immovable(const tp_block *block) {
 }
 
 bool tp_block_fixed(const tp_block *block) { return block->slab || tp_block_immovable(block); }
+
+bool tp_block_movable(const tp_block *block) { return block->seen && !tp_block_fixed(block); }
+
+void tp_extent_list(tp_pager *pager, tp_extent *extent) {
+    if (!tp_link_in_list(&extent->inflight)) {
+        tp_list_push_back(&pager->inflight, &extent->inflight);
+    }
+}

@@ -22,5 +22,9 @@ void tp_extent_mark_written(tp_pager *pager, tp_extent *extent);
 bool tp_block_immovable(const tp_block *block);
 /* The same, or a slab. */
 bool tp_block_fixed(const tp_block *block);
+/* Whether it moves at all: it is known to be a tensor, and not fixed. */
+bool tp_block_movable(const tp_block *block);
+/* Into the pager's list of extents in flight, unless it is there. */
+void tp_extent_list(tp_pager *pager, tp_extent *extent);
 
 #endif

@@ -61,10 +61,7 @@ void tp_pager_fail(tp_pager *pager, tp_status status) {
 static bool reclaim_ahead(tp_pager *pager) {
     /* A plan makes room itself. */
     if (!pager->pressure || !pager->offload || pager->executor.following) return false;
-    const size_t cap = tp_budget_frame_cap(&pager->budget);
-    const size_t free_bytes = pager->device_frames.free_bytes +
-                              tp_sub_floor(cap, pager->device_frames.created_bytes) +
-                              tp_reclaim_incoming(pager).bytes;
+    const size_t free_bytes = tp_reclaim_free_bytes(pager) + tp_reclaim_incoming(pager).bytes;
     if (free_bytes >= tp_budget_reclaim_start(&pager->budget)) return false;
     return tp_reclaim_start(pager, tp_budget_reclaim_stop(&pager->budget) - free_bytes,
                             pager->wanted_size) > 0;

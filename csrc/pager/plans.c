@@ -37,8 +37,6 @@ typedef struct draft {
     tp_plan_config config;
 } draft;
 
-static bool moves(const tp_block *block) { return block->seen && !tp_block_fixed(block); }
-
 static bool draft_make(const tp_pager *pager, const tp_step *step, draft *out) {
     const uint32_t count = step->trace.block_count;
     tp_trace_block *blocks = malloc((count > 0 ? count : 1) * sizeof *blocks);
@@ -50,7 +48,7 @@ static bool draft_make(const tp_pager *pager, const tp_step *step, draft *out) {
         const tp_identity *identity = tp_steps_live(step, i);
         if (identity == NULL) continue;
         const tp_block *block = TP_CONTAINER(identity, tp_block, identity);
-        if (moves(block)) continue;
+        if (tp_block_movable(block)) continue;
         blocks[i].bytes = 0;
         fixed += block->bytes;
     }

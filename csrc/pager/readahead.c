@@ -4,6 +4,7 @@
 #include "pager/extent.h"
 #include "pager/fill.h"
 #include "pager/pager.h"
+#include "pager/reclaim.h"
 
 enum {
     WALK_MAX = 256, /* neighbours looked at, resident ones included */
@@ -123,10 +124,7 @@ void tp_readahead_note(tp_pager *pager, tp_block *block) {
 
 /* Free memory is left for what the program allocates meanwhile. */
 static bool memory_to_spare(const tp_pager *pager, size_t bytes) {
-    const size_t cap = tp_budget_frame_cap(&pager->budget);
-    const size_t free_bytes =
-        pager->device_frames.free_bytes + tp_sub_floor(cap, pager->device_frames.created_bytes);
-    return free_bytes >= bytes + tp_budget_reclaim_start(&pager->budget) / 4;
+    return tp_reclaim_free_bytes(pager) >= bytes + tp_budget_reclaim_start(&pager->budget) / 4;
 }
 
 static bool bring_ahead(tp_pager *pager, tp_ahead it) {

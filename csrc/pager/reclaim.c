@@ -273,6 +273,12 @@ tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes) {
     return NULL;
 }
 
+size_t tp_reclaim_free_bytes(const tp_pager *pager) {
+    const size_t cap = tp_budget_frame_cap(&pager->budget);
+    return pager->device_frames.free_bytes +
+           tp_sub_floor(cap, pager->device_frames.created_bytes);
+}
+
 /* An eviction that waits for the device alone, not for a pin or the gate to go away. */
 static bool unblocked(const tp_pager *pager, const tp_extent *extent) {
     return !tp_pager_gate_closed(pager) && extent->block->op_pins == 0;
@@ -332,9 +338,7 @@ size_t tp_reclaim_mark(tp_pager *pager, tp_block *block, size_t size, size_t cle
         *left = tp_sub_floor(*left, extent->bytes);
         extent->evict = true;
         extent->decided = decided;
-        if (!tp_link_in_list(&extent->inflight)) {
-            tp_list_push_back(&pager->inflight, &extent->inflight);
-        }
+        tp_extent_list(pager, extent);
         marked += extent->bytes;
     }
     return marked;

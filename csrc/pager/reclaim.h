@@ -33,6 +33,9 @@ tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes);
 tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_stream stream,
                                 tp_status *device_status);
 
+/* Free frames, and what may still be made. */
+size_t tp_reclaim_free_bytes(const tp_pager *pager);
+
 /* Device bytes on their way to becoming free. `moving`: some of them wait for the device alone, so
  * that waiting for them is bounded. */
 typedef struct tp_incoming {

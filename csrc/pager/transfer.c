@@ -90,9 +90,7 @@ static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
 }
 
 static void put_in_flight(tp_pager *pager, tp_extent *extent) {
-    if (!tp_link_in_list(&extent->inflight)) {
-        tp_list_push_back(&pager->inflight, &extent->inflight);
-    }
+    tp_extent_list(pager, extent);
     tp_pager_wake(pager);
 }
 
