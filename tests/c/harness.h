@@ -38,6 +38,13 @@ void test_register(test_case *test);
     }                                                                                          \
     static void test_name(void)
 
+/* By how much a build that is not the release may miss a bound on processor time. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+enum { TEST_SLACK = 50 };
+#else
+enum { TEST_SLACK = TP_DEBUG ? 10 : 1 };
+#endif
+
 /* ---- expectations: EXPECT notes a failure and goes on, MUST ends the test. MUST and SKIP only
  * on the thread that runs the test; EXPECT on any. ---- */
 

@@ -714,18 +714,12 @@ static double seconds_to_plan(uint32_t layers) {
     return seconds;
 }
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-enum { SLACK = 50 };
-#else
-enum { SLACK = TP_DEBUG ? 10 : 1 };
-#endif
-
 /* Release builds take 20 ms and 1 s at most; `make -C tests/c release TESTS=test_plan` with
  * TP_TEST_VERBOSE prints what they take. Processor time. */
 TEST(planning_takes_little_time) {
     const double small = seconds_to_plan(300), large = seconds_to_plan(10000);
     if (getenv("TP_TEST_VERBOSE") != NULL)
         printf("3,000 operators: %.1f ms; 100,000: %.0f ms\n", small * 1e3, large * 1e3);
-    EXPECT(small <= 0.02 * SLACK);
-    EXPECT(large <= 1.0 * SLACK);
+    EXPECT(small <= 0.02 * TEST_SLACK);
+    EXPECT(large <= 1.0 * TEST_SLACK);
 }

@@ -346,17 +346,11 @@ static double seconds_to_plan(uint32_t layers) {
     return seconds;
 }
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-enum { SLACK = 50 };
-#else
-enum { SLACK = TP_DEBUG ? 10 : 1 };
-#endif
-
 /* Processor time; TP_TEST_VERBOSE prints it. */
 TEST(planning_drops_takes_little_time) {
     const double small = seconds_to_plan(300);
     if (getenv("TP_TEST_VERBOSE") != NULL)
         printf("3,000 operators with reruns: %.0f ms\n", small * 1e3);
     if (getenv("TP_TEST_LONG") != NULL) printf("100,000: %.1f s\n", seconds_to_plan(10000));
-    EXPECT(small <= 2.0 * SLACK);
+    EXPECT(small <= 2.0 * TEST_SLACK);
 }
