@@ -317,7 +317,7 @@ static void map_the_rest(tp_pager *pager) {
 static void call_off_evictions(tp_pager *pager) {
     for (tp_link *link = pager->inflight.next; link != &pager->inflight; link = link->next) {
         tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
-        if (!extent->busy) extent->evict = false;
+        if (!extent->busy) extent->evict = extent->write_back = false;
     }
     tp_access_await_remaps(pager);
 }
