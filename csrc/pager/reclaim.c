@@ -279,9 +279,11 @@ size_t tp_reclaim_free_bytes(const tp_pager *pager) {
            tp_sub_floor(cap, pager->device_frames.created_bytes);
 }
 
-/* An eviction that waits for the device alone, not for a pin or the gate to go away. */
-static bool unblocked(const tp_pager *pager, const tp_extent *extent) {
-    return !tp_pager_gate_closed(pager) && extent->block->op_pins == 0;
+/* Whether an extent in flight gives its device frame up. What an operator in progress has pinned is not on
+ * its way: that operator may be the one that asks. */
+static bool leaving(const tp_extent *extent) {
+    if (extent->block->life != TP_BLOCK_LIVE || !extent->evict) return false;
+    return extent->busy || extent->block->op_pins == 0;
 }
 
 tp_incoming tp_reclaim_incoming(tp_pager *pager) {
@@ -290,12 +292,14 @@ tp_incoming tp_reclaim_incoming(tp_pager *pager) {
         in.bytes += device_bytes(TP_CONTAINER(link, tp_block, lru));
     }
     in.moving = !tp_list_empty(&pager->retiring) || pager->unmapping_count > 0;
+    const bool open = !tp_pager_gate_closed(pager);
     for (tp_link *link = pager->inflight.next; link != &pager->inflight; link = link->next) {
         const tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
-        const bool abandoned = extent->abandon && extent->state == TP_EXTENT_FILLING;
-        if (extent->block->life != TP_BLOCK_LIVE || !(extent->evict || abandoned)) continue;
+        const bool abandoned = extent->abandon && extent->state == TP_EXTENT_FILLING &&
+                               extent->block->life == TP_BLOCK_LIVE;
+        if (!abandoned && !leaving(extent)) continue;
         in.bytes += extent->bytes;
-        in.moving = in.moving || abandoned || extent->busy || unblocked(pager, extent);
+        in.moving = in.moving || abandoned || extent->busy || open;
     }
     return in;
 }

@@ -354,6 +354,48 @@ TEST(block_that_goes_before_its_planned_write_back_leaves_nothing_wanted) {
     close_program(&p);
 }
 
+/* Results belong to an operator that encloses the step, as PyTorch's scratch tensors do: what the plan
+ * evicts of them does not move before it ends. Another operator's work, which goes on for long, is what
+ * an allocation would wait for, for 50 ms. */
+TEST(eviction_that_an_enclosing_operator_keeps_back_is_no_memory_on_its_way) {
+    options o = {.budget_bytes = (LAYERS + 2) * EXTENT};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < LAYERS; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        train(&p, 40000, 0);
+        tp_mark_step(p.core, TP_STEP_ASKED);
+    }
+    tp_addr far = 0;
+    MUST_OK(tp_alloc(p.core, GRANULE, p.streams[0], 0, &far, NULL, &test_error));
+    const tp_access access = {far, false};
+    tp_op collective = {0}, outer = {0};
+    tp_op_begin(p.core, &collective, &access, 1, p.streams[0]);
+    tp_op_detach(&collective, NULL);
+    tp_stats before, after;
+    tp_core_stats(p.core, &before);
+    tp_op_begin(p.core, &outer, NULL, 0, p.streams[0]);
+    for (unsigned i = 0; i < LAYERS; i++) {
+        op(&p, i, 0, false, 40000);
+        MUST_OK(tp_alloc(p.core, EXTENT, p.streams[0], TP_ALLOC_PINNED, &p.addrs[LAYERS + i],
+                         NULL, &test_error));
+        tp_op_adopt(&outer, p.addrs[LAYERS + i]);
+        p.bytes[LAYERS + i] = EXTENT;
+        op(&p, LAYERS + i, 0, true, 40000);
+    }
+    tp_op_end(&outer, NULL, 0, NULL);
+    tp_core_stats(p.core, &after);
+    EXPECT(after.planned_ops > before.planned_ops);
+    EXPECT_EQ(after.born_in_host, before.born_in_host);
+    EXPECT(after.memory_stalls.ns - before.memory_stalls.ns < 20000000);
+    tp_op_end(&collective, NULL, 0, NULL);
+    tp_op_fini(&collective);
+    tp_op_fini(&outer);
+    close_program(&p);
+}
+
 TEST(no_thread_needs_a_virtual_clock) {
     const tp_sim_options sim = {.device_bytes = TP_MIB, .granularity_bytes = GRANULE};
     tp_device *dev = NULL;
