@@ -6,6 +6,8 @@
 #include "pager/pager.h"
 #include "pager/reclaim.h"
 
+enum { REFUSED_NS = 2000000 }; /* a device that had no frame is not asked again before that */
+
 /* ---- acts ------------------------------------------------------------------------------------ */
 
 /* One marker stands for all decisions that are made at the same operator. */
@@ -206,6 +208,7 @@ static void wish_done(tp_executor *it) {
 bool tp_executor_fill(tp_pager *pager) {
     tp_executor *it = &pager->executor;
     bool begun = false;
+    if (it->wish_count > 0 && tp_pager_now(pager) - it->refused_ns < REFUSED_NS) return false;
     while (it->wish_count > 0 && !tp_pager_halted(pager)) {
         const tp_wish wish = it->wishes[it->wish_first];
         tp_block *block = wish.block;
@@ -218,6 +221,7 @@ bool tp_executor_fill(tp_pager *pager) {
         bool dropped = false;
         tp_frame *frame = tp_reclaim_spare_frame(pager, extent->bytes, &dropped);
         begun |= dropped;
+        if (frame == NULL && dropped) it->refused_ns = tp_pager_now(pager);
         if (frame == NULL) break;
         begun = true;
         /* While the lock was dropped the list may have been emptied, and filled again. */

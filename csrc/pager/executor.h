@@ -43,6 +43,7 @@ typedef struct tp_executor {
     uint64_t foreseen;
     tp_wish wishes[TP_WISHES_MAX]; /* a ring, in order */
     uint32_t wish_first, wish_count;
+    uint64_t refused_ns; /* when a frame that the budget admits could not be had */
 } tp_executor;
 
 /* An operator begins: the acts that come before it, it included. */

@@ -209,3 +209,25 @@ TEST(offload_that_ends_and_begins_again_in_mid_step_is_harmless) {
     for (int i = 0; i < 6; i++) train(&p);
     close_program(&p);
 }
+
+/* ---- a device that has less than the budget -------------------------------------------------- */
+
+TEST(fills_that_the_device_has_no_frame_for_are_not_tried_all_the_time) {
+    program p;
+    open_program(&p, true);
+    for (int i = 0; i < 20 && rig_stats(&p.r).plans.count == 0; i++) train(&p);
+    /* More of a budget, and not a frame more. */
+    const fault_plan full = {.nth = 1, .calls = 1 << FAULT_DEVICE_FRAME, .persistent = true};
+    fault_device_arm(p.r.dev, &full);
+    EXPECT_OK(tp_core_set_budget(p.r.core, 3 * BUDGET / 2, TP_NO_LIMIT, &test_error));
+    const uint64_t plans = rig_stats(&p.r).plans.count;
+    for (int i = 0; i < 20 && rig_stats(&p.r).plans.count == plans; i++) train(&p);
+    train(&p);
+    const uint64_t before = fault_device_calls(p.r.dev, FAULT_DEVICE_FRAME);
+    pause_us(50000);
+    const uint64_t tries = fault_device_calls(p.r.dev, FAULT_DEVICE_FRAME) - before;
+    EXPECT(fault_device_fired(p.r.dev));
+    if (!EXPECT(tries <= 50)) (void)printf("  %llu tries\n", (unsigned long long)tries);
+    fault_device_disarm(p.r.dev);
+    close_program(&p);
+}
