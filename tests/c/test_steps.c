@@ -611,6 +611,40 @@ TEST(the_core_records_operators_and_their_times) {
     rig_close(&r);
 }
 
+static void born_where(void *ctx, const tp_step *step) {
+    for (uint32_t i = 0; i < step->trace.block_count; i++) {
+        const tp_trace_block *block = &step->trace.blocks[i];
+        if (block->bytes == BLOCK_BYTES / 2) *(uint32_t *)ctx = block->born_op;
+    }
+}
+
+/* A collective's work outlives its operator: by then the stream may be another's, or gone. */
+TEST(work_that_goes_on_is_no_operator_any_more) {
+    rig r;
+    tp_addr weights[BLOCKS];
+    open_with_weights(&r, weights);
+    for (int i = 0; i < 5; i++) {
+        const tp_access access = {weights[0], true};
+        tp_op op = {.name = tp_op_name("c10d::allreduce_.")};
+        tp_op_begin(r.core, &op, &access, 1, r.streams[0]);
+        tp_op_detach(&op, NULL);
+        rig_op(&r, 0, weights[1], BLOCK_BYTES, 1, true);
+        const tp_addr made = rig_alloc(&r, BLOCK_BYTES / 2, 0);
+        rig_op(&r, 0, made, BLOCK_BYTES / 2, 2, true);
+        tp_free(r.core, made);
+        const uint64_t before = fault_device_calls(r.dev, FAULT_EVENT_RECORD);
+        tp_op_end(&op, NULL, 0, NULL);
+        EXPECT_EQ(fault_device_calls(r.dev, FAULT_EVENT_RECORD), before);
+        tp_op_fini(&op);
+        rig_drain(&r);
+        tp_mark_step(r.core, TP_STEP_ASKED);
+    }
+    uint32_t born = TP_NO_OP;
+    MUST(tp_last_step(r.core, born_where, &born));
+    EXPECT_EQ(born, 2);
+    rig_close(&r);
+}
+
 typedef struct worker {
     rig *r;
     const tp_addr *weights;
