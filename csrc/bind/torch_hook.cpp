@@ -925,6 +925,7 @@ void end_collective(Frame *frame, Thread *current, const Values &values) {
 }
 
 FrameContext::~FrameContext() {
+    if (disabled.load(std::memory_order_relaxed)) return; /* it goes on in the parent */
     Frame *frame = frame_;
     Thread *current = this_thread(frame);
     if (!frame->ended.load(std::memory_order_acquire)) end_frame(frame, current, nullptr);
@@ -1145,6 +1146,9 @@ void settle() {
     if (!disabled.load(std::memory_order_relaxed)) collectives_settle(true);
 }
 
+/* A child has no threads of ours, and no CUDA. */
+void disable_in_child() { disabled.store(true, std::memory_order_relaxed); }
+
 const tp_bind_operators operators_part = {allocating, on_alloc, on_arm, settle,
                                           collectives_forget};
 
@@ -1153,6 +1157,7 @@ const tp_bind_operators operators_part = {allocating, on_alloc, on_arm, settle,
 void hook_connect() {
     static std::once_flag once;
     std::call_once(once, [] {
+        (void)pthread_atfork(nullptr, nullptr, disable_in_child);
         /* The registration lives as long as the process. */
         auto registration = c10::Dispatcher::singleton().addRegistrationListener(
             std::make_unique<OperatorSetListener>());
@@ -1221,7 +1226,5 @@ HookCall::~HookCall() {
         if (core != nullptr) tp_region_unlift(core);
     }
 }
-
-void hook_disable_after_fork() { disabled.store(true, std::memory_order_relaxed); }
 
 } // namespace torchpager

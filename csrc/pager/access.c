@@ -395,7 +395,8 @@ static void mark_use(tp_pager *pager, tp_block *block, use_mark mark) {
 
 void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t output_count,
                    tp_op *parent) {
-    if (op->pin_count == 0 && output_count == 0) return;
+    if (pager->abandoned) op->pin_count = 0; /* the device is not asked any more */
+    if (pager->abandoned || (op->pin_count == 0 && output_count == 0)) return;
     if (op->detached) mark_written(pager, op);
     const use_mark mark = mark_of(pager, op);
     for (size_t i = 0; i < output_count; i++) {

@@ -175,7 +175,8 @@ void tp_executor_begin(tp_pager *pager) {
 
 void tp_executor_launched(tp_pager *pager) {
     tp_executor *it = &pager->executor;
-    if (!it->following || it->stale || it->recording != pager->steps.record.number) return;
+    if (!it->following || it->stale || tp_pager_halted(pager)) return;
+    if (it->recording != pager->steps.record.number) return;
     const tp_step *step = followed(pager);
     const tp_plan *plan = step != NULL ? tp_plans_find(&pager->plans, step) : NULL;
     if (plan == NULL) return;

@@ -3,6 +3,7 @@
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -229,5 +230,53 @@ TEST(fills_that_the_device_has_no_frame_for_are_not_tried_all_the_time) {
     EXPECT(fault_device_fired(p.r.dev));
     if (!EXPECT(tries <= 50)) (void)printf("  %llu tries\n", (unsigned long long)tries);
     fault_device_disarm(p.r.dev);
+    close_program(&p);
+}
+
+/* ---- a forked child -------------------------------------------------------------------------- */
+
+typedef struct forked {
+    program *p;
+    tp_op ops[2];
+} forked;
+
+static uint64_t all_calls(const program *p) {
+    uint64_t count = 0;
+    for (int i = 0; i < FAULT_CALL_COUNT; i++)
+        count += fault_device_calls(p->r.dev, (fault_call)i);
+    return count;
+}
+
+static void end_in_child(void *arg) {
+    forked *f = arg;
+    const uint64_t before = all_calls(f->p);
+    for (int i = 0; i < 2; i++) tp_op_end(&f->ops[i], &f->p->weights[i], 1, NULL);
+    const tp_access access = {f->p->weights[3], true};
+    tp_op it = {.name = tp_op_name("test::read")};
+    tp_op_begin(f->p->r.core, &it, &access, 1, f->p->r.streams[0]);
+    tp_op_end(&it, NULL, 0, NULL);
+    tp_record_stream(f->p->r.core, f->p->weights[2], f->p->r.streams[1]);
+    tp_free(f->p->r.core, f->p->weights[2]);
+    (void)raise(all_calls(f->p) == before ? SIGUSR1 : SIGUSR2);
+}
+
+TEST(operators_that_end_in_a_forked_child_ask_the_device_for_nothing) {
+    program p;
+    open_program(&p, true);
+    MUST_OK(tp_register(TP_SLOT_SIM, p.r.core, &test_error));
+    for (int i = 0; i < 20 && rig_stats(&p.r).plans.count == 0; i++) train(&p);
+    train(&p);
+    forked f = {.p = &p};
+    for (uint32_t i = 0; i < 2; i++) {
+        const tp_access access = {p.weights[i], false};
+        f.ops[i].name = tp_op_name(i == 0 ? "test::forward" : "test::unheard_of");
+        tp_op_begin(p.r.core, &f.ops[i], &access, 1, p.r.streams[0]);
+    }
+    EXPECT(test_ends_by_signal(SIGUSR1, end_in_child, &f));
+    for (uint32_t i = 0; i < 2; i++) {
+        tp_op_end(&f.ops[i], NULL, 0, NULL);
+        tp_op_fini(&f.ops[i]);
+    }
+    tp_unregister(TP_SLOT_SIM);
     close_program(&p);
 }
