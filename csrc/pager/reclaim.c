@@ -150,7 +150,7 @@ static bool has_extent_of(const tp_block *block, size_t bytes) {
 
 /* A frame of a freed block whose uses are all on `stream` (or complete): it serves at once through
  * its new address, while the old mapping stays until the block has retired. */
-static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
+static tp_frame *find_stolen(tp_pager *pager, size_t bytes, tp_stream stream) {
     for (tp_link *link = pager->cached.next; link != &pager->cached; link = link->next) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
         if (!has_extent_of(block, bytes) || !tp_block_serves(pager, block, stream)) continue;
@@ -164,6 +164,13 @@ static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
         if (frame != NULL) return frame;
     }
     return NULL;
+}
+
+static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
+    tp_markers_look(&pager->markers);
+    tp_frame *frame = find_stolen(pager, bytes, stream);
+    tp_markers_look_away(&pager->markers);
+    return frame;
 }
 
 void tp_reclaim_negotiate(tp_pager *pager) {

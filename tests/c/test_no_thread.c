@@ -1,5 +1,6 @@
 /* A core without a thread over the simulated device in the order of time: repeatable to the
  * nanosecond, right contents, and patience in virtual time. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -393,6 +394,52 @@ TEST(eviction_that_an_enclosing_operator_keeps_back_is_no_memory_on_its_way) {
     tp_op_end(&collective, NULL, 0, NULL);
     tp_op_fini(&collective);
     tp_op_fini(&outer);
+    close_program(&p);
+}
+
+/* ---- what the device is asked ---------------------------------------------------------------- */
+
+static uint64_t queries(const program *p) {
+    return fault_device_calls(tp_core_device(p->core), FAULT_EVENT_QUERY);
+}
+
+/* All that waits for the same moment waits for one answer in each look. */
+TEST(many_extents_that_wait_for_the_device_ask_it_once) {
+    enum { MANY = 16, LOOKS = 2 * 50 };
+    options o = {.budget_bytes = (BLOCKS + 1) * EXTENT, .wrapped = true};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    EXPECT_EQ(tp_evict_all(p.core), BLOCKS * EXTENT);
+    for (unsigned i = 0; i < BLOCKS; i++) op(&p, i, 0, false, 1000); /* CLEAN from now on */
+    op(&p, 0, 0, false, 100000000);
+    tp_core_pass_time(p.core, 1000);
+    const uint64_t before = queries(&p);
+    tp_addr large = 0; /* waits 2 ms at a time */
+    MUST_OK(tp_alloc(p.core, MANY * EXTENT, p.streams[0], 0, &large, NULL, &test_error));
+    const uint64_t asked = queries(&p) - before;
+    if (!EXPECT(asked < LOOKS * MANY / 3)) printf("  %llu\n", (unsigned long long)asked);
+    close_program(&p);
+}
+
+/* Timers of operators on one stream end in order. */
+TEST(timers_that_wait_for_the_device_ask_it_once) {
+    options o = {.budget_bytes = (BLOCKS + 1) * EXTENT, .wrapped = true};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        alloc(&p, i, (1 + i % 4) * GRANULE);
+        op(&p, i, 0, true, 1000);
+    }
+    (void)tp_evict_all(p.core); /* which arms it */
+    for (unsigned i = 0; i < BLOCKS; i++) op(&p, i, 0, false, 1000);
+    tp_core_pass_time(p.core, 1000000);
+    for (unsigned i = 0; i < BLOCKS; i++) op(&p, i, 0, i % 2 == 0, 10000000);
+    const uint64_t before = queries(&p);
+    tp_core_pass_time(p.core, 1000);
+    const uint64_t asked = queries(&p) - before;
+    if (!EXPECT(asked <= 8)) printf("  %llu\n", (unsigned long long)asked);
     close_program(&p);
 }
 
