@@ -224,10 +224,11 @@ tp_frame *tp_reclaim_device_frame(tp_pager *pager, size_t bytes, tp_stream strea
 
 tp_frame *tp_reclaim_spare_frame(tp_pager *pager, size_t bytes, bool *dropped) {
     tp_frame_pool *pool = &pager->device_frames;
+    const size_t cap = tp_budget_frame_cap(&pager->budget);
+    if (pool->created_bytes > cap) return NULL; /* what becomes free is to be given back */
     tp_frame *frame = tp_frame_pool_take(pool, bytes);
     if (frame != NULL) return frame;
     if (!tp_budget_admits(&pager->budget, pool->created_bytes, bytes)) {
-        const size_t cap = tp_budget_frame_cap(&pager->budget);
         const size_t over = bytes - tp_min_size(bytes, tp_sub_floor(cap, pool->created_bytes));
         if (pool->free_bytes < over) {
             /* What waits as freed blocks, if anything does. */
@@ -282,8 +283,9 @@ tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes) {
 
 size_t tp_reclaim_free_bytes(const tp_pager *pager) {
     const size_t cap = tp_budget_frame_cap(&pager->budget);
-    return pager->device_frames.free_bytes +
-           tp_sub_floor(cap, pager->device_frames.created_bytes);
+    const size_t made = pager->device_frames.created_bytes;
+    const size_t free_bytes = pager->device_frames.free_bytes;
+    return made > cap ? tp_sub_floor(free_bytes, made - cap) : free_bytes + (cap - made);
 }
 
 /* Whether an extent in flight gives its device frame up. What an operator in progress has pinned is not on

@@ -397,6 +397,30 @@ TEST(eviction_that_an_enclosing_operator_keeps_back_is_no_memory_on_its_way) {
     close_program(&p);
 }
 
+/* Frames that are given up for a smaller budget are not taken for the fills of a plan. */
+TEST(budget_that_shrinks_is_not_filled_by_the_plan) {
+    options o = {.budget_bytes = (LAYERS + 2) * EXTENT};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < LAYERS; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        train(&p, 40000, 0);
+        tp_mark_step(p.core, TP_STEP_ASKED);
+    }
+    (void)tp_evict_all(p.core);
+    train(&p, 40000, LAYERS - 2); /* the plan is behind, and wants much */
+    tp_stats before, after;
+    tp_core_stats(p.core, &before);
+    EXPECT_OK(tp_core_set_budget(p.core, LAYERS / 2 * EXTENT, TP_NO_LIMIT, &test_error));
+    tp_core_stats(p.core, &after);
+    EXPECT(after.evictions.count > before.evictions.count);
+    EXPECT_EQ(after.fills.count, before.fills.count);
+    EXPECT(after.reserved.current <= LAYERS / 2 * EXTENT);
+    close_program(&p);
+}
+
 /* ---- what the device is asked ---------------------------------------------------------------- */
 
 static uint64_t queries(const program *p) {
