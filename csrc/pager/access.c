@@ -188,8 +188,8 @@ static void start_fills(tp_pager *pager, tp_op *op, bool wait) {
         for (uint32_t k = 0; pin_holds(&pin) && k < pin.block->extent_count; k++) {
             tp_extent *extent = &pin.block->extents[k];
             if (extent->state != TP_EXTENT_HOST) continue;
-            const bool left = extent->leave && !tp_fill_queued(extent);
-            extent->leave = false;
+            const bool left = tp_executor_leaves(pager, extent) && !tp_fill_queued(extent);
+            extent->leave = 0;
             if (left) continue;
             if (tp_fill_queued(extent)) {
                 tp_fill_hurry(pager, extent);

@@ -356,7 +356,8 @@ static void discard(tp_pager *pager, tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
         if (extent->busy) continue;
-        extent->evict = extent->write_back = extent->leave = false;
+        extent->evict = extent->write_back = false;
+        extent->leave = 0;
         if (tp_fill_queued(extent)) tp_fill_call_off(pager, extent);
         if (extent->state == TP_EXTENT_CLEAN) {
             tp_extent_become(pager, extent, TP_EXTENT_DIRTY);

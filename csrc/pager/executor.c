@@ -53,7 +53,7 @@ static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
     case TP_ACT_WRITE_BACK: write_back(pager, extent, decided); break;
     case TP_ACT_EVICT: evict(pager, extent, decided); break;
     case TP_ACT_FILL: wish(pager, block, act->extent); break;
-    case TP_ACT_LEAVE: extent->leave = extent->state == TP_EXTENT_HOST; break;
+    case TP_ACT_LEAVE: extent->leave = act->op + 1; break;
     case TP_ACT_DROP:
     case TP_ACT_RERUN:
     case TP_ACT_KEEP:
@@ -188,6 +188,11 @@ void tp_executor_stop(tp_pager *pager) {
     pager->executor.following = false;
     pager->executor.built = 0;
     pager->executor.wish_count = 0;
+}
+
+bool tp_executor_leaves(const tp_pager *pager, const tp_extent *extent) {
+    const tp_executor *it = &pager->executor;
+    return it->following && extent->leave != 0 && extent->leave == it->op + 1;
 }
 
 uint32_t tp_executor_distance(const tp_pager *pager, const tp_block *block) {

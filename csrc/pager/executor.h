@@ -55,6 +55,8 @@ void tp_executor_stop(struct tp_pager *pager);
 /* On the pager's thread: begins the fills that are wanted, as far as there are frames. May drop the
  * lock. True: something was begun. */
 bool tp_executor_fill(struct tp_pager *pager);
+/* Whether the operator that began last runs over an extent in HOST, by the plan. */
+bool tp_executor_leaves(const struct tp_pager *pager, const tp_extent *extent);
 /* How many operators from now on a block is used next, as far as is known; UINT32_MAX: not soon. */
 uint32_t tp_executor_distance(const struct tp_pager *pager, const tp_block *block);
 

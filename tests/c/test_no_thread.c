@@ -107,6 +107,11 @@ static void kernel_run(tp_device *dev, void *arg) {
     free(k);
 }
 
+static void nothing(tp_device *dev, void *arg) {
+    (void)dev;
+    (void)arg;
+}
+
 /* A stream begins behind all work of the other one. */
 static void order(program *p, unsigned stream) {
     const tp_device_ops *ops = p->dev->ops;
@@ -418,6 +423,44 @@ TEST(budget_that_shrinks_is_not_filled_by_the_plan) {
     EXPECT(after.evictions.count > before.evictions.count);
     EXPECT_EQ(after.fills.count, before.fills.count);
     EXPECT(after.reserved.current <= LAYERS / 2 * EXTENT);
+    close_program(&p);
+}
+
+enum { WIDE = 6 };
+
+/* An operator that goes once over more than fits. */
+static void stream_over(program *p, const char *name, unsigned count) {
+    tp_access accesses[WIDE];
+    for (unsigned i = 0; i < count; i++) accesses[i] = (tp_access){p->addrs[i], true};
+    tp_op it = {.name = tp_op_name(name)};
+    tp_op_begin(p->core, &it, accesses, count, p->streams[0]);
+    MUST_OK(tp_sim_launch(p->dev, p->streams[0], nothing, NULL, 100000, &test_error));
+    tp_op_end(&it, NULL, 0, NULL);
+    tp_op_fini(&it);
+}
+
+/* What a plan leaves in HOST it leaves for one operator; whatever comes in its place finds it on the
+ * device. */
+TEST(operand_left_in_host_is_left_for_no_other_operator) {
+    options o = {.budget_bytes = 4 * EXTENT + EXTENT / 4};
+    program p = open_program(&o);
+    for (unsigned i = 0; i <= WIDE; i++) {
+        alloc(&p, i, i < WIDE ? EXTENT : GRANULE);
+        op(&p, i, 0, true, 1000);
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        op(&p, WIDE, 0, true, 1000);
+        stream_over(&p, "aten::_foreach_mul_.Scalar", WIDE);
+        tp_mark_step(p.core, TP_STEP_ASKED);
+    }
+    op(&p, WIDE, 0, true, 1000);
+    while (tp_sim_step(p.dev)) continue;
+    tp_stats before, after;
+    tp_core_stats(p.core, &before);
+    EXPECT(before.planned_ops > 0 && before.host_operators.count > 0);
+    for (unsigned i = 0; i < WIDE; i++) op(&p, i, 0, false, 100000);
+    tp_core_stats(p.core, &after);
+    EXPECT_EQ(after.host_operators.count, before.host_operators.count);
     close_program(&p);
 }
 
