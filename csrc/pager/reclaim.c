@@ -304,8 +304,10 @@ tp_incoming tp_reclaim_incoming(tp_pager *pager) {
     const bool open = !tp_pager_gate_closed(pager);
     for (tp_link *link = pager->inflight.next; link != &pager->inflight; link = link->next) {
         const tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
-        const bool abandoned = extent->abandon && extent->state == TP_EXTENT_FILLING &&
-                               extent->block->life == TP_BLOCK_LIVE;
+        const bool filling =
+            extent->state == TP_EXTENT_FILLING && extent->block->life == TP_BLOCK_LIVE;
+        const bool abandoned = filling && extent->abandon;
+        if (filling && extent->block->op_pins == 0 && open) in.arriving = true;
         if (!abandoned && !leaving(extent)) continue;
         in.bytes += extent->bytes;
         in.moving = in.moving || abandoned || extent->busy || open;
@@ -547,6 +549,8 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
             if (started == 0 && tp_arming_full(pager)) continue;
             moving |= started > 0;
         }
+        if (!moving && tp_reclaim_call_off_ahead(pager, bytes) > 0) continue;
+        moving |= in.arriving;
         if (moving || tp_pager_gate_settling(pager)) {
             stuck_since = 0;
         } else {

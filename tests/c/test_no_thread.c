@@ -426,6 +426,35 @@ TEST(budget_that_shrinks_is_not_filled_by_the_plan) {
     close_program(&p);
 }
 
+/* What the program needs now goes before what its plan says that it will need. */
+TEST(allocation_finds_memory_though_a_plan_is_filling_all_of_it) {
+    options o = {.budget_bytes = LAYERS * EXTENT, .payload = true};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < LAYERS; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        train(&p, 40000, 0);
+        tp_mark_step(p.core, TP_STEP_ASKED);
+    }
+    (void)tp_evict_all(p.core);
+    tp_stats stats;
+    tp_core_stats(p.core, &stats);
+    const uint64_t fills = stats.fills.count;
+    const tp_access access = {p.addrs[0], false};
+    tp_op it = {.name = tp_op_name("aten::mul_.Tensor")};
+    tp_op_begin(p.core, &it, &access, 1, p.streams[0]); /* a step begins: all comes */
+    alloc(&p, BLOCKS - 1, (LAYERS - 2) * EXTENT);
+    tp_op_end(&it, NULL, 0, NULL);
+    tp_op_fini(&it);
+    tp_core_stats(p.core, &stats);
+    EXPECT(stats.planned_ops > 0 && stats.fills.count > fills);
+    EXPECT_EQ(stats.born_in_host, 0);
+    EXPECT_EQ(p.wrong, 0);
+    close_program(&p);
+}
+
 enum { WIDE = 6 };
 
 /* An operator that goes once over more than fits. */
