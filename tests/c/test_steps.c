@@ -248,6 +248,23 @@ TEST(times_of_operators_come_from_samples) {
     scene_free(s);
 }
 
+/* There is room for so many classes; who comes later is not measured, but takes time all the same. */
+TEST(operators_without_a_class_take_as_long_as_their_operands) {
+    scene *s = scene_new(&wide);
+    network n = small;
+    for (int i = 0; i < 200; i++) {
+        n.size += 1000;
+        train(s, &n);
+    }
+    for (int i = 0; i < 3; i++) train(s, &n);
+    tp_steps_settle(&s->steps);
+    const tp_step *step = tp_steps_last(&s->steps);
+    const uint32_t op = 3; /* of the second layer */
+    EXPECT_EQ(step->class_idx[op], 0);
+    EXPECT_EQ(step->trace.ops[op].device_ns, (n.size + 8) / 1000);
+    scene_free(s);
+}
+
 /* ---- where steps end --------------------------------------------------------------------- */
 
 TEST(two_optimizers_in_a_row_are_one_step) {
