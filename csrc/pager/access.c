@@ -80,7 +80,7 @@ static void cancel_evictions(tp_pager *pager, tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
         if (!extent->evict || extent->busy) continue;
-        extent->evict = extent->write_back = false;
+        extent->evict = extent->write_back = extent->differed = false;
         const bool resting =
             extent->state == TP_EXTENT_DIRTY || extent->state == TP_EXTENT_CLEAN;
         if (resting && extent->place == 0) tp_list_remove(&extent->inflight);

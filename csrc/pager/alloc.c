@@ -356,7 +356,7 @@ static void discard(tp_pager *pager, tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
         if (extent->busy) continue;
-        extent->evict = extent->write_back = false;
+        extent->evict = extent->write_back = extent->differed = false;
         extent->leave = 0;
         if (tp_fill_queued(extent)) tp_fill_call_off(pager, extent);
         if (extent->state == TP_EXTENT_CLEAN) {
