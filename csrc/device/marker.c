@@ -19,7 +19,7 @@ typedef struct tp_point {
 struct tp_lane {
     tp_stream stream;
     uint64_t recorded_seq, done_seq;
-    uint64_t late_seq, late_look; /* found not to be complete in that look; later ones are not either */
+    uint64_t late_seq, late_look; /* not complete in that look, nor is any later one */
     tp_point *ring; /* points recorded and not yet seen complete; capacity a power of two */
     uint32_t head, count, capacity;
 };

@@ -227,8 +227,7 @@ void world_idle(world *w, unsigned stream, int count) {
 static void note_use(world *w, world_tensor *t, unsigned stream) {
     t->used[stream] = true;
     const tp_device_ops *ops = w->dev->ops;
-    (void)works(w,
-                ops->event_record(w->dev, t->last[stream], w->streams[stream], &test_error));
+    (void)works(w, ops->event_record(w->dev, t->last[stream], w->streams[stream], &test_error));
 }
 
 static bool alloc(world *w, unsigned idx, size_t bytes, unsigned stream) {
@@ -276,8 +275,7 @@ static void order(world *w, world_tensor *t, unsigned stream) {
     for (unsigned s = 0; s < WORLD_STREAMS; s++) {
         if (s == stream || !t->used[s]) continue;
         const tp_device_ops *ops = w->dev->ops;
-        (void)works(
-            w, ops->stream_wait(w->dev, w->streams[stream], t->last[s], &test_error));
+        (void)works(w, ops->stream_wait(w->dev, w->streams[stream], t->last[s], &test_error));
     }
 }
 
