@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torchpager.sizes import parse_size
+from torchpager.sizes import check_size, parse_size
 from torchpager.watched import (
     Gpu,
     GpuByRuntime,
@@ -471,7 +471,11 @@ class Bench:
             return False
         peak = peak_of(native, self.found.get("ours"))
         for row in others:
-            if wanted(row, only):
+            if not wanted(row, only):
+                continue
+            if peak is None and "%" in (row.budget or ""):
+                self.left.append(row.name)  # nothing is known that it could be a share of
+            else:
                 self._one(row, again, peak)
         return True
 
@@ -539,7 +543,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     device = choose_device(arguments.device)
     rows = rows_of(arguments.workload, device)
-    rows += tuple(map(ours, arguments.budget))
+    try:
+        for each in arguments.budget:
+            check_size(each, name="--budget")
+            rows += (ours(each),)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     if arguments.list:
         print(*(each.name for each in rows), sep="\n")
         return 0
