@@ -378,7 +378,7 @@ def cells(row: dict[str, Any], native: dict[str, Any]) -> list[str]:
 
     start = [row["row"], gib(row["budget_bytes"])]
     if row["failed"] is not None:
-        return [*start, row["failed"]]
+        return [*start, row["failed"][:100]]
     share = "-"
     if row["true_peak_bytes"] and native.get("true_peak_bytes"):
         share = f"{row['true_peak_bytes'] / native['true_peak_bytes']:.0%}"
