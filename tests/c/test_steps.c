@@ -107,6 +107,38 @@ static const network small = {.first = 1, .layers = 20, .size = 100000, .train =
 
 /* ---- what is written down ---------------------------------------------------------------- */
 
+TEST(a_step_takes_until_the_next_one_begins) {
+    scene *s = scene_new(&wide);
+    train(s, &small);
+    train(s, &small);
+    tp_steps_settle(&s->steps);
+    EXPECT_EQ(tp_steps_last(&s->steps)->step_ns, 0); /* nothing has followed it */
+    s->now_ns += 5000;
+    const uint64_t began = s->now_ns + 1000;
+    train(s, &small);
+    EXPECT_EQ(tp_steps_last(&s->steps)->step_ns, 20 * 5 * 1000 + 5000);
+    /* Two ends in a row are one. */
+    tp_steps_settle(&s->steps);
+    tp_steps_mark(&s->steps, TP_STEP_ASKED);
+    train(s, &small);
+    EXPECT_EQ(tp_steps_last(&s->steps)->step_ns, 20 * 5 * 1000);
+    EXPECT_EQ(s->now_ns - began, 2 * 20 * 5 * 1000 - 1000);
+    scene_free(s);
+}
+
+TEST(a_step_that_was_not_seen_whole_has_no_time) {
+    scene *s = scene_new(&wide);
+    for (int i = 0; i < 2; i++) train(s, &small);
+    tp_steps_settle(&s->steps);
+    tp_steps_stop(&s->steps); /* in between nobody knows what happened */
+    s->now_ns += 1000000;
+    MUST(tp_steps_start(&s->steps));
+    for (uint32_t i = 0; i < WEIGHTS; i++) tp_steps_born(&s->steps, &s->weights[i], 1000 + i);
+    train(s, &small);
+    EXPECT_EQ(tp_steps_last(&s->steps)->step_ns, 0);
+    scene_free(s);
+}
+
 TEST(a_step_is_what_the_program_did) {
     scene *s = scene_new(&wide);
     for (int i = 0; i < 3; i++) train(s, &small);
