@@ -41,6 +41,7 @@ typedef struct planner {
     bool recording, settled, no_memory; /* settled: the round written down ends as it began */
     tp_plan *plan;
     uint32_t act_capacity;
+    uint64_t *began_ns; /* of each operator, when it started in the round written down */
 } planner;
 
 void tp_plan_config_init(tp_plan_config *config, uint64_t budget_bytes) {
@@ -52,6 +53,7 @@ void tp_plan_config_init(tp_plan_config *config, uint64_t budget_bytes) {
                                .link_both_bytes_per_s = 101000000000u,
                                .headroom_ops = 2,
                                .slack_ns = 5000000u,
+                               .evict_ahead_ns = 20000000u,
                                .chain_max = 3};
 }
 
@@ -328,6 +330,7 @@ static bool start_op(planner *p) {
     bear(p, op);
     p->op_left_ns = take_operands(p, op);
     p->running = true;
+    p->began_ns[op] = p->now_ns;
     m->point++;
     if (m->point % m->trace->op_count == 0) turn_round(p);
     (void)make_room(p, headroom(p), m->point + m->config.headroom_ops);
@@ -517,6 +520,65 @@ static bool begin(planner *p) {
     }
 }
 
+/* The act at `from` goes to `to`, before it, and to an operator no later than the ones behind. */
+static void move_up(tp_plan *plan, uint32_t from, uint32_t to, uint32_t op) {
+    tp_act act = plan->acts[from];
+    act.op = op;
+    memmove(&plan->acts[to + 1], &plan->acts[to], (from - to) * sizeof act);
+    plan->acts[to] = act;
+}
+
+/* The operator behind which no other uses the block before operator `op`; 0: none does. */
+static uint32_t idle_from(const tp_model *m, uint32_t block, uint32_t op) {
+    uint32_t low = m->block_uses[block], high = m->block_uses[block + 1];
+    const uint32_t begin = low;
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (m->uses[middle] < op)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low == begin ? 0 : m->uses[low - 1] + 1;
+}
+
+/* The first operator at which what is evicted before `op` may go: its memory is claimed soon. */
+static uint32_t soon_from(const planner *p, uint32_t op) {
+    const uint64_t now_ns = p->began_ns[op], ahead_ns = p->model.config.evict_ahead_ns;
+    uint32_t low = 0, high = op;
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (p->began_ns[middle] + ahead_ns < now_ns)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* What is evicted goes some time before its memory is claimed, if it is idle by then: evictions
+ * take a while, and whoever claims the memory would wait. */
+static void hasten_evictions(const planner *p) {
+    tp_plan *plan = p->plan;
+    for (uint32_t i = 0; i < plan->act_count; i++) {
+        const tp_act act = plan->acts[i];
+        if (act.kind != TP_ACT_EVICT) continue;
+        const uint32_t idle = idle_from(&p->model, act.block, act.op);
+        const uint32_t soon = soon_from(p, act.op);
+        uint32_t to = i, op = idle > soon ? idle : soon;
+        for (; to > 0; to--) {
+            const tp_act *before = &plan->acts[to - 1];
+            const bool same = before->block == act.block && before->extent == act.extent;
+            if (before->op < op || (before->op == op && before->kind == TP_ACT_EVICT)) break;
+            if (same) {
+                op = before->op;
+                break;
+            }
+        }
+        if (op < act.op) move_up(plan, i, to, op);
+    }
+}
+
 static tp_status run_rounds(planner *p, tp_error *error) {
     const uint32_t ops = p->model.trace->op_count;
     uint64_t began_ns = 0;
@@ -526,6 +588,7 @@ static tp_status run_rounds(planner *p, tp_error *error) {
         runs = run_to(p, (uint64_t)round * ops);
     }
     p->plan->step_ns = p->now_ns - began_ns;
+    if (runs && !p->no_memory) hasten_evictions(p);
     if (!runs)
         return tp_error_set(error, TP_OUT_OF_MEMORY, "operator %u cannot get its operands",
                             op_at(p, p->model.point));
@@ -543,11 +606,13 @@ static tp_status plan_one_way(const tp_trace *trace, const tp_plan_config *confi
     tp_status status = tp_model_init(&p.model, trace, config, stream, error);
     if (status != TP_OK) return status;
     p.early = malloc(((size_t)p.model.unit_count + 1) * sizeof *p.early);
-    if (p.early == NULL)
+    p.began_ns = malloc(((size_t)trace->op_count + 1) * sizeof *p.began_ns);
+    if (p.early == NULL || p.began_ns == NULL)
         status = tp_error_set(error, TP_NO_HOST_MEMORY, "no memory to plan in");
     else
         status = run_rounds(&p, error);
     free(p.early);
+    free(p.began_ns);
     tp_model_fini(&p.model);
     if (status != TP_OK)
         tp_plan_fini(&plan);

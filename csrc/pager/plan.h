@@ -43,6 +43,8 @@ typedef struct tp_plan_config {
     /* A fill that something has to be evicted for is begun as late as the link allows, less
      * this. */
     uint64_t slack_ns;
+    /* What is evicted goes so much before its memory is claimed, where it is idle by then. */
+    uint64_t evict_ahead_ns;
     /* How many reruns may stand behind one another, before the block's own. */
     uint32_t chain_max;
 } tp_plan_config;
