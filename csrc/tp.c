@@ -150,8 +150,12 @@ static tp_status alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t f
                        tp_addr *out, tp_oom *oom, tp_error *error) {
     tp_pager *pager = &core->pager;
     const bool small = core->serve_small && bytes < pager->large_min_bytes;
-    return small ? tp_small_alloc(&core->small, pager, bytes, stream, out, oom, error)
-                 : tp_block_alloc(pager, bytes, stream, flags, out, oom, error);
+    const uint64_t waited_ns = tp_thread_waited_ns;
+    const tp_status status =
+        small ? tp_small_alloc(&core->small, pager, bytes, stream, out, oom, error)
+              : tp_block_alloc(pager, bytes, stream, flags, out, oom, error);
+    if (tp_thread_waited_ns != waited_ns) tp_timing_resume(pager);
+    return status;
 }
 
 tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags, tp_addr *out,

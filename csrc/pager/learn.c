@@ -51,6 +51,7 @@ void tp_learn_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size_
     op->recorded = steps->record.op_count - 1;
     op->recorded_total = steps->record.ops_before + steps->record.op_count;
     op->class_idx = tp_steps_op_ready(steps);
+    tp_timing_reach(pager, op, stream);
 }
 
 void tp_learn_started(tp_pager *pager, tp_op *op) {

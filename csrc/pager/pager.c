@@ -20,6 +20,8 @@ enum {
     SETTLED_NS = 1000000000 /* a marker that could not be recorded by then never will */
 };
 
+_Thread_local uint64_t tp_thread_waited_ns;
+
 void tp_pager_wake(tp_pager *pager) { tp_cond_broadcast(&pager->work); }
 
 uint64_t tp_pager_now(const tp_pager *pager) {
@@ -142,6 +144,7 @@ void tp_pager_wait(tp_pager *pager, uint64_t timeout_ns) {
 }
 
 void tp_pager_wait_closed(tp_pager *pager, uint64_t timeout_ns) {
+    const uint64_t began = tp_pager_now(pager);
     const tp_hooks hooks = pager->hooks;
     void *token = NULL;
     if (hooks.wait_begin != NULL) {
@@ -159,6 +162,7 @@ void tp_pager_wait_closed(tp_pager *pager, uint64_t timeout_ns) {
         hooks.wait_end(hooks.ctx, token);
         tp_lock_take(&pager->lock);
     }
+    tp_thread_waited_ns += tp_pager_now(pager) - began;
 }
 
 /* ---- the thread -------------------------------------------------------------------------------- */

@@ -151,6 +151,9 @@ void tp_pager_fork_prepare(tp_pager *pager);
 void tp_pager_fork_parent(tp_pager *pager);
 void tp_pager_fork_child(tp_pager *pager);
 
+/* How long this thread has waited in tp_pager_wait. */
+extern _Thread_local uint64_t tp_thread_waited_ns;
+
 /* Wakes the pager's thread. */
 void tp_pager_wake(tp_pager *pager);
 /* What time it is, in ns, for every decision that depends on it: the host's or, without a thread,

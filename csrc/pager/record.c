@@ -193,6 +193,20 @@ static uint32_t class_of(tp_record *record, uint32_t like, uint64_t bytes) {
     return 0;
 }
 
+/* An operator comes behind the one recorded before. */
+static void note_pair(tp_record *record, uint32_t like) {
+    uint32_t gap = 0;
+    if (record->like != 0) {
+        const uint32_t pair = mix(mix(1, record->like), like);
+        gap = class_of(record, pair == 0 ? 1 : pair, 0);
+    }
+    if (record->op_count > 1)
+        record->ops[record->op_count - 2].gap_idx = gap;
+    else
+        record->first_gap = gap;
+    record->like = like;
+}
+
 tp_record_op *tp_record_op_ready(tp_record *record) {
     tp_record_op *op = &record->ops[record->op_count - 1];
     const uint64_t now = record->ops_before + record->op_count;
@@ -210,6 +224,7 @@ tp_record_op *tp_record_op_ready(tp_record *record) {
     op->like = like == 0 ? 1 : like;
     op->token = token;
     op->class_idx = class_of(record, op->like, bytes);
+    note_pair(record, op->like);
     return op;
 }
 
@@ -229,10 +244,13 @@ void tp_record_op_end(tp_record *record, uint64_t number) {
 
 /* ---- times ------------------------------------------------------------------------------- */
 
-void tp_record_sample(tp_record *record, uint32_t class_idx, uint64_t device_ns) {
+void tp_record_sample(tp_record *record, uint32_t class_idx, uint64_t device_ns, bool partly) {
     if (class_idx == 0 || record->classes == NULL) return;
     tp_op_class *it = &record->classes[class_idx];
     if (it->like == 0) return;
+    if (partly && it->sample_count > 0 && !it->partly) return;
+    if (!partly && it->partly) it->sample_count = 0;
+    it->partly = partly;
     it->sample_count++;
     /* What disturbs an operator makes it longer, never shorter: quickly down, slowly up. */
     if (it->sample_count == 1) {

@@ -7,7 +7,9 @@
  * that does not fit within the limits is not complete; the recording goes on with the next.
  *
  * Operators of the same name, phase and sizes of operands are alike: they share a class, which
- * knows how long they take.
+ * knows how long they take. Operators without operands of ours are not written down. What they
+ * take, and how long the device waits for its program, belongs to the pair of operators before and
+ * behind: pairs of two classes are classes too.
  *
  * Pure: no device. Expects the pager's lock. */
 #ifndef TP_PAGER_RECORD_H
@@ -38,6 +40,7 @@ typedef struct tp_record_op {
     uint32_t
         token; /* the same of its name and of those operands that have been alive for long */
     uint32_t class_idx;
+    uint32_t gap_idx; /* class of what comes between it and the next; 0: not known */
     uint32_t use_begin, use_count; /* the operands it was announced with */
     uint32_t stream;               /* a small number */
 } tp_record_op;
@@ -57,11 +60,13 @@ typedef struct tp_record_storage {
 typedef struct tp_op_class {
     uint32_t like; /* 0: a free place */
     uint32_t sample_count;
-    uint64_t device_ns; /* estimated from the samples */
-    uint64_t bytes;     /* of the operands */
+    uint32_t pending_count; /* samples on their way (pager/timing) */
+    bool partly;            /* known from such samples alone (tp_record_sample) */
+    uint64_t device_ns;     /* estimated from the samples */
+    uint64_t bytes;         /* of the operands */
 } tp_op_class;
 
-enum { TP_CLASSES = 8192 };
+enum { TP_CLASSES = 16384 };
 
 typedef struct tp_record {
     tp_record_limits limits;
@@ -78,6 +83,8 @@ typedef struct tp_record {
     uint64_t live_bytes;  /* now */
     uint64_t moved_bytes; /* of all operands: by how much steps differ */
     uint64_t serial;      /* given last */
+    uint32_t like;        /* of the operator that was recorded last, in whatever recording */
+    uint32_t first_gap;   /* class of what came before the first operator */
     bool partial;         /* it began in the middle of a step */
     bool overflown;       /* the step does not fit */
     tp_link known;        /* identities of all live blocks */
@@ -109,13 +116,18 @@ bool tp_record_op_begin(tp_record *record, uint32_t kind, uint32_t stream, uint6
 void tp_record_operand(tp_record *record, tp_identity *identity, bool write);
 /* The operator, as far as it is known now. */
 tp_record_op *tp_record_op_ready(tp_record *record);
+/* The class of what came before it. */
+static inline uint32_t tp_record_gap(const tp_record *record) {
+    return record->op_count > 1 ? record->ops[record->op_count - 2].gap_idx : record->first_gap;
+}
 /* `op` is its number in the recording, of which it must be. */
 void tp_record_result(tp_record *record, uint32_t op, tp_identity *identity);
 /* `number`: of the recording that it began in. */
 void tp_record_op_end(tp_record *record, uint64_t number);
 
-/* An operator of that class took so long on the device. */
-void tp_record_sample(tp_record *record, uint32_t class_idx, uint64_t device_ns);
+/* An operator of that class took so long on the device; `partly`: or longer. Such samples count only
+ * while there are no others. */
+void tp_record_sample(tp_record *record, uint32_t class_idx, uint64_t device_ns, bool partly);
 /* What one of them takes: measured, or else as long as its operands take at 1 TB/s. */
 uint64_t tp_record_class_ns(const tp_record *record, uint32_t class_idx);
 /* The same of an operator of the recording, which may have no class. */

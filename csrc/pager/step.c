@@ -95,7 +95,7 @@ typedef struct parts {
     tp_trace_op *ops;
     tp_trace_operand *operands;
     tp_trace_block *blocks;
-    uint32_t *kinds, *likes, *streams, *announced, *class_idx;
+    uint32_t *kinds, *likes, *streams, *announced, *class_idx, *gap_idx;
     uint64_t *began_ns;
     uint32_t *birth_begin, *births, *use_begin, *use_ops, *gram_head, *gram_next;
     tp_identity **live;
@@ -118,7 +118,7 @@ static tp_step *step_new(uint32_t ops, uint32_t uses, uint32_t blocks, parts *p)
         part(&total, blocks, sizeof *p->blocks),
         part(&total, ops, sizeof *p->began_ns),
         part(&total, blocks, sizeof *p->live),
-        part(&total, 5 * (size_t)ops, sizeof *p->kinds),
+        part(&total, 6 * (size_t)ops, sizeof *p->kinds),
         part(&total, (size_t)ops + 1, sizeof *p->birth_begin),
         part(&total, blocks, sizeof *p->births),
         part(&total, (size_t)blocks + 1, sizeof *p->use_begin),
@@ -138,6 +138,7 @@ static tp_step *step_new(uint32_t ops, uint32_t uses, uint32_t blocks, parts *p)
     p->streams = p->likes + ops;
     p->announced = p->streams + ops;
     p->class_idx = p->announced + ops;
+    p->gap_idx = p->class_idx + ops;
     p->birth_begin = (void *)(memory + at[6]);
     p->births = (void *)(memory + at[7]);
     p->use_begin = (void *)(memory + at[8]);
@@ -158,9 +159,11 @@ static void fill_ops(const draft *d, parts *p) {
         p->likes[i] = it->like;
         p->streams[i] = it->stream;
         p->class_idx[i] = it->class_idx;
+        p->gap_idx[i] = i + 1 < record->op_count ? it->gap_idx : record->first_gap;
         p->began_ns[i] = it->began_ns - record->ops[0].began_ns;
         p->ops[i] = (tp_trace_op){
-            .device_ns = tp_record_op_ns(record, it),
+            .device_ns =
+                tp_record_op_ns(record, it) + tp_record_class_ns(record, p->gap_idx[i]),
             .streams = tp_name_streams(tp_kind_name(it->kind)),
         };
     }
@@ -252,6 +255,7 @@ static void assemble(tp_step *step, const parts *p) {
     step->streams = p->streams;
     step->announced = p->announced;
     step->class_idx = p->class_idx;
+    step->gap_idx = p->gap_idx;
     step->began_ns = p->began_ns;
     step->birth_begin = p->birth_begin;
     step->births = p->births;
@@ -356,12 +360,13 @@ bool tp_step_refresh(tp_step *step, const tp_record *record) {
     uint64_t total = 0;
     for (uint32_t i = 0; i < step->trace.op_count; i++) {
         if (step->class_idx[i] != 0)
-            ops[i].device_ns = tp_record_class_ns(record, step->class_idx[i]);
+            ops[i].device_ns = tp_record_class_ns(record, step->class_idx[i]) +
+                               tp_record_class_ns(record, step->gap_idx[i]);
         total += ops[i].device_ns;
     }
     const uint64_t before = step->device_ns;
     const uint64_t apart = total > before ? total - before : before - total;
-    if (apart <= before / 10) return false;
+    if (apart <= before / 32) return false;
     step->device_ns = total;
     return true;
 }

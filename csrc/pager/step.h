@@ -36,9 +36,9 @@ typedef struct tp_step {
     const uint32_t *streams;       /* small numbers */
     const uint32_t *announced;     /* its first so many operands were announced; the others
                                       are results */
-    const uint32_t *class_idx;
-    const uint32_t *birth_begin; /* and one behind: its part of `births` */
-    const uint32_t *births;      /* blocks by born_op */
+    const uint32_t *class_idx, *gap_idx; /* likewise; the last one's gap: before the first */
+    const uint32_t *birth_begin;         /* and one behind: its part of `births` */
+    const uint32_t *births;              /* blocks by born_op */
 
     /* By block. */
     const uint32_t *use_begin; /* and one behind: its part of `use_ops` */

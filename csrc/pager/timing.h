@@ -3,8 +3,9 @@
  * Some operators get a pair of events around their kernels; the pager's thread reads them when
  * they are complete. An operator is sampled while little is known of its class, and now and then
  * afterwards. What the operators that it calls take, as far as that is known by then, is not its
- * own time. Where kernels run on the calling thread (tp_config.host_kernels) the host's clock
- * does.
+ * own time, nor is what its thread waits for memory: behind a wait it begins anew, and counts
+ * only while nothing better is known, for some of its kernels may have come before. Where kernels
+ * run on the calling thread (tp_config.host_kernels) the host's clock does.
  *
  * A failure costs a sample, nothing else. Expects the pager's lock; never drops it. */
 #ifndef TP_PAGER_TIMING_H
@@ -13,35 +14,42 @@
 #include "device/device.h"
 #include "pager/types.h"
 
-enum { TP_TIMERS = 16 };
-
-typedef enum tp_timer_state {
-    TP_TIMER_FREE,
-    TP_TIMER_RUNNING, /* its operator is in progress */
-    TP_TIMER_WAITING  /* for the device */
-} tp_timer_state;
+/* So many operators may be timed that the device has not come to: a program is often a whole step
+ * ahead of it, and every kind of operator in it wants a sample. */
+enum { TP_TIMERS = 512 };
 
 typedef struct tp_timer {
     tp_event begin, end; /* NULL until it is used first */
-    tp_timer_state state;
     uint32_t class_idx;
-    uint64_t turn;     /* which has waited longest */
-    uint64_t inner_ns; /* of the operators that it has called */
+    uint64_t inner_ns;  /* of the operators that it has called */
+    const void *thread; /* on which its operator began: the address of tp_thread_waited_ns */
+    tp_stream stream;
+    bool running; /* its operator is in progress */
+    bool resumed; /* begun anew */
 } tp_timer;
 
 typedef struct tp_timing {
     tp_timer timers[TP_TIMERS];
-    uint32_t waiting_count;
-    uint64_t turn_count;
-    bool off; /* the device does not tell */
+    uint16_t free[TP_TIMERS];    /* a stack of those below made_count */
+    uint16_t waiting[TP_TIMERS]; /* for the device: a ring, the oldest first */
+    uint32_t made_count, free_count, running_count, waiting_first, waiting_count;
+    uint32_t
+        gap; /* 1 + the timer that runs since the operator recorded last has ended; 0: none */
+    uint64_t gap_after, gap_waited_ns; /* operators recorded by then; tp_thread_waited_ns */
+    bool off;                          /* the device does not tell */
 } tp_timing;
 
 struct tp_pager;
 
+/* An operator has been recorded, and its thread has not waited for its operands yet: till here goes
+ * what came between it and the operator before. */
+void tp_timing_reach(struct tp_pager *pager, const tp_op *op, tp_stream stream);
 /* The operator's kernels are launched between these. */
 void tp_timing_start(struct tp_pager *pager, tp_op *op);
 void tp_timing_stop(struct tp_pager *pager, tp_op *op);
-/* Reads what is complete, in turn, and asks for no more than one that is not. On the pager's thread. */
+/* The calling thread has waited in an allocation: what it runs counts from now on. */
+void tp_timing_resume(struct tp_pager *pager);
+/* Reads what is complete. On the pager's thread. */
 void tp_timing_collect(struct tp_pager *pager);
 void tp_timing_fini(struct tp_pager *pager);
 

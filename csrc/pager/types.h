@@ -155,6 +155,7 @@ typedef struct tp_op {
     uint64_t record; /* the recording that it is in (pager/record.h); 0: none */
     uint32_t recorded, class_idx; /* its number there; its class */
     uint32_t timer;               /* 1 + what times it (pager/timing.h); 0: nothing */
+    uint64_t waited_ns;           /* tp_thread_waited_ns when its time began */
     uint64_t recorded_total,
         started_ns; /* operators recorded until it began; when it started */
 } tp_op;

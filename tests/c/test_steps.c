@@ -265,7 +265,7 @@ TEST(times_of_operators_come_from_samples) {
     /* Not measured: as long as the operands take at 1 TB/s. */
     EXPECT_EQ(step->trace.ops[0].device_ns, (1001 + 1000) / 1000);
     const uint64_t number = step->number;
-    tp_record_sample(&s->steps.record, step->class_idx[0], 50000);
+    tp_record_sample(&s->steps.record, step->class_idx[0], 50000, false);
     train(s, &small);
     tp_steps_settle(&s->steps);
     EXPECT_EQ(step->trace.ops[0].device_ns, 2); /* held: nothing changes */
