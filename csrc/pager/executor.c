@@ -1,5 +1,6 @@
 #include "pager/executor.h"
 
+#include "base/bytes.h"
 #include "base/check.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
@@ -7,6 +8,10 @@
 #include "pager/reclaim.h"
 
 enum { REFUSED_NS = 2000000 }; /* a device that had no frame is not asked again before that */
+/* What is decided ahead: so many fills of so many bytes, the time that copies which are queued may
+ * still take. Looked for among so many acts. */
+enum { LOOK_ACTS = 64, LOOK_FILLS = TP_DECIDED_MAX / 2 };
+#define LOOK_BYTES ((size_t)256 << 20)
 
 /* ---- acts ------------------------------------------------------------------------------------ */
 
@@ -33,26 +38,52 @@ static void evict(tp_pager *pager, tp_extent *extent, tp_marker *decided) {
     tp_extent_list(pager, extent);
 }
 
-static void wish(tp_pager *pager, tp_block *block, uint32_t extent) {
+static bool same_extent(const tp_wish *wish, const tp_block *block, uint32_t extent) {
+    return wish->block == block && wish->generation == block->generation &&
+           wish->extent == extent;
+}
+
+/* The decision to fill an extent, if one has been made and nobody has used the block since. */
+static const tp_wish *find_decided(const tp_executor *it, const tp_block *block,
+                                   uint32_t extent) {
+    for (uint32_t i = 0; i < it->decided_count; i++) {
+        const tp_wish *wish = &it->decided[(it->decided_first + i) % TP_DECIDED_MAX];
+        if (same_extent(wish, block, extent) && wish->stamp == block->stamp) return wish;
+    }
+    return NULL;
+}
+
+static void wish(tp_pager *pager, tp_block *block, uint32_t extent, tp_marker *decided) {
     tp_executor *it = &pager->executor;
     if (block->extents[extent].state != TP_EXTENT_HOST || it->wish_count == TP_WISHES_MAX) {
         return;
     }
+    const tp_wish *before = find_decided(it, block, extent);
+    if (before == NULL && !decide(pager, decided)) return;
+    const tp_marker marker = before != NULL ? before->decided : *decided;
+    const size_t bytes = block->extents[extent].bytes;
     it->wishes[(it->wish_first + it->wish_count++) % TP_WISHES_MAX] =
-        (tp_wish){block, block->generation, extent};
+        (tp_wish){block, block->generation, block->stamp, extent, bytes, marker};
+    it->wish_bytes += bytes;
+}
+
+/* The block that an act is about; NULL: it does not apply. */
+static tp_block *block_of(const tp_step *step, const tp_act *act) {
+    const tp_identity *identity = tp_steps_live(step, act->block);
+    if (identity == NULL) return NULL;
+    tp_block *block = TP_CONTAINER(identity, tp_block, identity);
+    return tp_block_movable(block) && act->extent < block->extent_count ? block : NULL;
 }
 
 static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
                       tp_marker *decided) {
-    const tp_identity *identity = tp_steps_live(step, act->block);
-    if (identity == NULL) return;
-    tp_block *block = TP_CONTAINER(identity, tp_block, identity);
-    if (!tp_block_movable(block) || act->extent >= block->extent_count) return;
+    tp_block *block = block_of(step, act);
+    if (block == NULL) return;
     tp_extent *extent = &block->extents[act->extent];
     switch (act->kind) {
     case TP_ACT_WRITE_BACK: write_back(pager, extent, decided); break;
     case TP_ACT_EVICT: evict(pager, extent, decided); break;
-    case TP_ACT_FILL: wish(pager, block, act->extent); break;
+    case TP_ACT_FILL: wish(pager, block, act->extent, decided); break;
     case TP_ACT_LEAVE: extent->leave = act->op + 1; break;
     case TP_ACT_DROP:
     case TP_ACT_RERUN:
@@ -105,6 +136,7 @@ static const tp_plan *find_plan(tp_pager *pager) {
                    : foreseen   ? first_after(plan, 0)
                                 : 0;
         it->foreseen = 0;
+        it->looked = it->decided_count = 0;
         it->slot = where.step->slot;
         it->built = where.step->built;
         it->recording = pager->steps.record.number;
@@ -118,6 +150,7 @@ static const tp_plan *find_plan(tp_pager *pager) {
  * step left its own) comes as soon as it can, and what is needed last goes for it. */
 static void put_right(tp_pager *pager, const tp_step *step, const tp_plan *plan) {
     size_t missing = 0;
+    tp_marker decided = {0};
     for (uint32_t i = 0; i < plan->resident_count; i++) {
         const tp_identity *identity = tp_steps_live(step, plan->resident[i].block);
         if (identity == NULL) continue;
@@ -126,13 +159,41 @@ static void put_right(tp_pager *pager, const tp_step *step, const tp_plan *plan)
         if (!tp_block_movable(block) || number >= block->extent_count) continue;
         const tp_extent *extent = &block->extents[number];
         if (extent->state != TP_EXTENT_HOST || extent->device != NULL) continue;
-        wish(pager, block, number);
+        wish(pager, block, number, &decided);
         missing += extent->bytes;
     }
     if (missing == 0) return;
     const size_t spare = tp_reclaim_free_bytes(pager) + tp_reclaim_incoming(pager).bytes;
     if (missing > spare) (void)tp_reclaim_start(pager, missing - spare, 0);
     tp_pager_wake(pager);
+}
+
+/* Decides on the next fills, which are begun later. */
+static void look_ahead(tp_pager *pager, const tp_step *step, const tp_plan *plan,
+                       tp_marker *decided) {
+    tp_executor *it = &pager->executor;
+    size_t bytes = 0;
+    uint32_t count = 0;
+    for (uint32_t i = it->next; i < plan->act_count && i - it->next < LOOK_ACTS; i++) {
+        const tp_act *act = &plan->acts[i];
+        if (act->kind != TP_ACT_FILL) continue;
+        tp_block *block = block_of(step, act);
+        if (block == NULL) continue;
+        const tp_extent *extent = &block->extents[act->extent];
+        bytes += extent->bytes;
+        if (bytes > LOOK_BYTES || ++count > LOOK_FILLS) return;
+        if (i < it->looked) continue;
+        it->looked = i + 1;
+        if (extent->state != TP_EXTENT_HOST || extent->device != NULL) continue;
+        if (!decide(pager, decided)) return;
+        if (it->decided_count == TP_DECIDED_MAX) {
+            it->decided_first = (it->decided_first + 1) % TP_DECIDED_MAX;
+            it->decided_count--;
+        }
+        const uint32_t place = it->decided_first + it->decided_count++;
+        it->decided[place % TP_DECIDED_MAX] = (tp_wish){
+            block, block->generation, block->stamp, act->extent, extent->bytes, *decided};
+    }
 }
 
 static void hand_out(tp_pager *pager, const tp_step *step, const tp_plan *plan,
@@ -143,7 +204,10 @@ static void hand_out(tp_pager *pager, const tp_step *step, const tp_plan *plan,
     while (it->next < plan->act_count && plan->acts[it->next].op <= until) {
         carry_out(pager, step, &plan->acts[it->next++], &decided);
     }
-    if (it->next != first) tp_pager_wake(pager);
+    if (it->next == first) return;
+    look_ahead(pager, step, plan, &decided);
+    tp_reclaim_claim(pager);
+    tp_pager_wake(pager);
 }
 
 /* A step has launched its last operator: what comes before the first one of the step that follows
@@ -159,6 +223,7 @@ static void foresee(tp_pager *pager, const tp_step *step) {
             carry_out(pager, next, &plan->acts[i], &decided);
     }
     pager->executor.foreseen = next->built;
+    tp_reclaim_claim(pager);
     tp_pager_wake(pager);
 }
 
@@ -187,7 +252,12 @@ void tp_executor_launched(tp_pager *pager) {
 void tp_executor_stop(tp_pager *pager) {
     pager->executor.following = false;
     pager->executor.built = 0;
+    tp_executor_drop_wishes(pager);
+}
+
+void tp_executor_drop_wishes(tp_pager *pager) {
     pager->executor.wish_count = 0;
+    pager->executor.wish_bytes = 0;
 }
 
 bool tp_executor_leaves(const tp_pager *pager, const tp_extent *extent) {
@@ -207,6 +277,8 @@ uint32_t tp_executor_distance(const tp_pager *pager, const tp_block *block) {
 /* ---- fills ----------------------------------------------------------------------------------- */
 
 static void wish_done(tp_executor *it) {
+    const tp_wish *wish = &it->wishes[it->wish_first];
+    it->wish_bytes -= tp_min_size(it->wish_bytes, wish->bytes);
     it->wish_first = (it->wish_first + 1) % TP_WISHES_MAX;
     it->wish_count--;
 }
@@ -232,7 +304,8 @@ bool tp_executor_fill(tp_pager *pager) {
         begun = true;
         /* While the lock was dropped the list may have been emptied, and filled again. */
         if (it->wish_count > 0 && it->wishes[it->wish_first].block == block) wish_done(it);
-        (void)tp_fill_begin(pager, block, wish.generation, extent, 0, frame);
+        const tp_marker *decided = block->stamp == wish.stamp ? &wish.decided : NULL;
+        (void)tp_fill_begin(pager, block, wish.generation, extent, 0, frame, decided);
     }
     return begun;
 }

@@ -22,13 +22,16 @@
 
 struct tp_pager;
 
-enum { TP_WISHES_MAX = 1024 };
+enum { TP_WISHES_MAX = 1024, TP_DECIDED_MAX = 32 };
 
-/* An extent that is to be filled when there is a frame for it. */
+/* An extent that is to be filled when there is a frame for it. The decision to fill it is made some
+ * acts before, so that what was queued then, copies of ours too, is over when its copy is. */
 typedef struct tp_wish {
     tp_block *block;
-    uint64_t generation;
+    uint64_t generation, stamp; /* the block's, when it was decided */
     uint32_t extent;
+    size_t bytes;
+    tp_marker decided;
 } tp_wish;
 
 typedef struct tp_executor {
@@ -43,6 +46,10 @@ typedef struct tp_executor {
     uint64_t foreseen;
     tp_wish wishes[TP_WISHES_MAX]; /* a ring, in order */
     uint32_t wish_first, wish_count;
+    size_t wish_bytes;
+    tp_wish decided[TP_DECIDED_MAX]; /* fills to come: a ring, in order */
+    uint32_t decided_first, decided_count;
+    uint32_t looked; /* acts before it have been looked at, to decide on their fills */
     uint64_t refused_ns; /* when a frame that the budget admits could not be had */
 } tp_executor;
 
@@ -57,6 +64,13 @@ void tp_executor_stop(struct tp_pager *pager);
 bool tp_executor_fill(struct tp_pager *pager);
 /* Whether the operator that began last runs over an extent in HOST, by the plan. */
 bool tp_executor_leaves(const struct tp_pager *pager, const tp_extent *extent);
+/* Bytes that the plan has given to fills which are not begun: births, which come later in its order, leave
+ * them that much. */
+static inline size_t tp_executor_claimed(const tp_executor *executor) {
+    return executor->wish_count > 0 ? executor->wish_bytes : 0;
+}
+/* Memory is short beyond what the plan knows: what it wants filled is not filled ahead any more. */
+void tp_executor_drop_wishes(struct tp_pager *pager);
 /* How many operators from now on a block is used next, as far as is known; UINT32_MAX: not soon. */
 uint32_t tp_executor_distance(const struct tp_pager *pager, const tp_block *block);
 

@@ -23,11 +23,12 @@ bool tp_fill_start(tp_pager *pager, tp_block *block, uint64_t generation, tp_ext
                    uint32_t own_pins, bool wait) {
     if (pager->capture_depth > 0) return false;
     tp_frame *frame = take_frame(pager, extent->bytes, wait);
-    return frame != NULL && tp_fill_begin(pager, block, generation, extent, own_pins, frame);
+    return frame != NULL &&
+           tp_fill_begin(pager, block, generation, extent, own_pins, frame, NULL);
 }
 
 bool tp_fill_begin(tp_pager *pager, tp_block *block, uint64_t generation, tp_extent *extent,
-                   uint32_t own_pins, tp_frame *frame) {
+                   uint32_t own_pins, tp_frame *frame, const tp_marker *decided) {
     /* The lock was dropped: somebody else may have begun, or the block may be gone. */
     const bool wanted = block->life == TP_BLOCK_LIVE && block->generation == generation &&
                         extent->state == TP_EXTENT_HOST && !extent->busy &&
@@ -38,7 +39,9 @@ bool tp_fill_begin(tp_pager *pager, tp_block *block, uint64_t generation, tp_ext
         return true;
     }
     extent->device = frame;
-    if (tp_marker_record_context(&pager->markers, &extent->decided, NULL) != TP_OK) {
+    if (decided != NULL) {
+        extent->decided = *decided;
+    } else if (tp_marker_record_context(&pager->markers, &extent->decided, NULL) != TP_OK) {
         extent->device = NULL;
         tp_frame_pool_put(&pager->device_frames, frame);
         return false;

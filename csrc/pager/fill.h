@@ -14,9 +14,10 @@ bool tp_fill_allowed(const tp_block *block, uint32_t own_pins);
  * thread. */
 bool tp_fill_start(tp_pager *pager, tp_block *block, uint64_t generation, tp_extent *extent,
                    uint32_t own_pins, bool wait);
-/* The same, with a frame that the caller has: it is given away in any case. */
+/* The same, with a frame that the caller has: it is given away in any case. `decided`: a context-wide
+ * marker since which nobody has been told to use the block (NULL: one is recorded now). */
 bool tp_fill_begin(tp_pager *pager, tp_block *block, uint64_t generation, tp_extent *extent,
-                   uint32_t own_pins, tp_frame *frame);
+                   uint32_t own_pins, tp_frame *frame, const tp_marker *decided);
 
 /* A fill that is wanted but not begun (HOST, with a device frame attached): begins it if the link has
  * room. True if anything changed. */

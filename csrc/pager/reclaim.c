@@ -148,6 +148,24 @@ static bool has_extent_of(const tp_block *block, size_t bytes) {
            block->extents[block->extent_count - 1].bytes == bytes;
 }
 
+void tp_reclaim_claim(tp_pager *pager) {
+    const size_t claimed = tp_executor_claimed(&pager->executor);
+    if (claimed == 0 || tp_list_empty(&pager->cached)) return;
+    const size_t coming = tp_reclaim_free_bytes(pager) + tp_reclaim_incoming(pager).bytes;
+    if (coming < claimed) (void)retire_some(pager, claimed - coming);
+}
+
+static bool for_fill(const tp_pager *pager, tp_stream stream) {
+    return stream == pager->dev->copy_stream[TP_COPY_TO_DEVICE];
+}
+
+/* Whether a birth may have `bytes` of what is free or becomes free: the rest is claimed. */
+static bool unclaimed(tp_pager *pager, size_t bytes, tp_stream stream) {
+    const size_t claimed = tp_executor_claimed(&pager->executor);
+    if (claimed == 0 || for_fill(pager, stream)) return true;
+    return tp_reclaim_free_bytes(pager) + tp_reclaim_incoming(pager).bytes >= claimed + bytes;
+}
+
 /* A frame of a freed block whose uses are all on `stream` (or complete): it serves at once through
  * its new address, while the old mapping stays until the block has retired. */
 static tp_frame *find_stolen(tp_pager *pager, size_t bytes, tp_stream stream) {
@@ -157,6 +175,7 @@ static tp_frame *find_stolen(tp_pager *pager, size_t bytes, tp_stream stream) {
         tp_block_retire(pager, block);
         return take_from(pager, block, bytes);
     }
+    if (!for_fill(pager, stream) && tp_executor_claimed(&pager->executor) > 0) return NULL;
     for (tp_link *link = pager->retiring.next; link != &pager->retiring; link = link->next) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
         if (!has_extent_of(block, bytes) || !tp_block_serves(pager, block, stream)) continue;
@@ -199,9 +218,10 @@ tp_frame *tp_reclaim_device_frame(tp_pager *pager, size_t bytes, tp_stream strea
                                   tp_status *device_status) {
     tp_frame_pool *pool = &pager->device_frames;
     if (pager->pressure) tp_pager_wake(pager); /* it keeps some memory free ahead of need */
-    tp_frame *frame = tp_frame_pool_take(pool, bytes);
+    const bool free = unclaimed(pager, bytes, stream);
+    tp_frame *frame = free ? tp_frame_pool_take(pool, bytes) : NULL;
     if (frame == NULL) frame = steal(pager, bytes, stream);
-    if (frame != NULL) return frame;
+    if (frame != NULL || !free) return frame;
     if (!tp_budget_admits(&pager->budget, pool->created_bytes, bytes)) {
         tp_reclaim_negotiate(pager);
     }
@@ -538,7 +558,9 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
     while ((frame = tp_reclaim_device_frame(pager, bytes, stream, device_status)) == NULL) {
         if (tp_pager_halted(pager) || !TP_RULE(pager, TP_RULE_RUN_AHEAD)) break;
         pager->wanted_size = bytes;
-        const tp_incoming in = tp_reclaim_incoming(pager);
+        tp_incoming in = tp_reclaim_incoming(pager);
+        if (!for_fill(pager, stream))
+            in.bytes = tp_sub_floor(in.bytes, tp_executor_claimed(&pager->executor));
         bool moving = in.moving;
         const bool planned = pager->executor.following;
         if (!planned && in.bytes < bytes && tp_reclaim_call_off_ahead(pager, bytes) > 0) {
@@ -556,6 +578,10 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
         } else {
             const uint64_t now = tp_pager_now(pager);
             if (stuck_since == 0) stuck_since = now;
+            if (tp_executor_claimed(&pager->executor) > 0) {
+                tp_executor_drop_wishes(pager);
+                continue;
+            }
             if (!others_are_in_the_way(pager) || now - stuck_since > PATIENCE_NS) {
                 if (flushed || !tp_reclaim_flush_foreign(pager)) break;
                 flushed = true;

@@ -47,6 +47,9 @@ tp_incoming tp_reclaim_incoming(tp_pager *pager);
  * extents of `size` (0: any) before others, so that frames need not be made anew. Returns the bytes
  * started. */
 size_t tp_reclaim_start(tp_pager *pager, size_t bytes, size_t size);
+/* What fills that are wanted now will take is taken from freed blocks, the oldest first, before births
+ * that come later are served from them. */
+void tp_reclaim_claim(tp_pager *pager);
 /* Fills ahead of need that have not begun give back at least `bytes`, if they have them. Returns the
  * bytes that are free now. */
 size_t tp_reclaim_call_off_ahead(tp_pager *pager, size_t bytes);
