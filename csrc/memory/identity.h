@@ -9,7 +9,9 @@
 
 #include <stdint.h>
 
-enum { TP_KINDS_MAX = 8 }; /* kinds of step that are remembered */
+/* Kinds of step that are remembered. Each takes 4 bytes here, of every block; what else it takes is bounded
+ * in pager/steps. */
+enum { TP_KINDS_MAX = 32 };
 
 typedef struct tp_identity {
     uint64_t

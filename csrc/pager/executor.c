@@ -11,6 +11,8 @@ enum { REFUSED_NS = 2000000 }; /* a device that had no frame is not asked again 
 /* What is decided ahead: so many fills of so many bytes, the time that copies which are queued may
  * still take. Looked for among so many acts. */
 enum { LOOK_ACTS = 64, LOOK_FILLS = TP_DECIDED_MAX / 2 };
+/* A step has just begun. */
+enum { EARLY_OPS = 64 };
 #define LOOK_BYTES ((size_t)256 << 20)
 
 /* ---- acts ------------------------------------------------------------------------------------ */
@@ -129,12 +131,17 @@ static const tp_plan *find_plan(tp_pager *pager) {
                           where.op >= it->op;
     if (!moved_on) {
         if (where.op == 0) tp_plans_review(pager, where.step);
-        /* A step has begun: everything in its list is to come. In the middle of one: what has
-         * been missed is not caught up with. */
+        /* A step has begun, or its sizes have just shown what kind it is of: everything in its list is
+         * to come. In the middle of one: what has been missed is not caught up with. */
         const bool foreseen = it->foreseen == where.step->built && where.op == 0 && !it->stale;
-        it->next = where.op > 0 ? first_after(plan, where.op - 1)
-                   : foreseen   ? first_after(plan, 0)
-                                : 0;
+        const bool other = it->built != where.step->built;
+        const bool begins = it->recording != pager->steps.record.number || other;
+        it->beginning = begins && !foreseen && where.op < EARLY_OPS;
+        it->next = it->beginning  ? 0
+                   : where.op > 0 ? first_after(plan, where.op - 1)
+                   : foreseen     ? first_after(plan, 0)
+                                  : 0;
+        if (other && it->built != 0 && !foreseen) tp_executor_drop_wishes(pager);
         it->foreseen = 0;
         it->looked = it->decided_count = 0;
         it->slot = where.step->slot;
@@ -234,7 +241,8 @@ void tp_executor_begin(tp_pager *pager) {
     if (plan == NULL) return;
     pager->stats.planned_ops++;
     const tp_step *step = followed(pager);
-    if (pager->executor.op == 0 && pager->executor.next == 0) put_right(pager, step, plan);
+    if (pager->executor.beginning) put_right(pager, step, plan);
+    pager->executor.beginning = false;
     hand_out(pager, step, plan, pager->executor.op);
 }
 

@@ -37,6 +37,7 @@ typedef struct tp_wish {
 typedef struct tp_executor {
     bool following; /* a plan */
     bool stale;     /* `next` is to be found anew */
+    bool beginning; /* what the plan supposes is still to be put right */
     uint32_t slot;  /* of the step that is followed, and its tp_step.built; 0: none */
     uint64_t built;
     uint64_t recording; /* in which `next` was found */

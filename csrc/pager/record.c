@@ -8,7 +8,10 @@
 enum {
     FIRST_CAPACITY = 1024,
     OLD_OPS = 4096, /* who has been known for so many operators is here to stay, it seems */
-    BYTES_PER_NS = 1000
+    BYTES_PER_NS = 1000,
+    /* No more classes than this, and no more pairs once there are so many: they leave room. */
+    CLASSES_MAX = TP_CLASSES / 4 * 3,
+    PAIRS_UNTIL = TP_CLASSES / 2
 };
 
 void tp_record_init(tp_record *record, const tp_record_limits *limits) {
@@ -177,15 +180,15 @@ static uint32_t mix(uint32_t hash, uint64_t value) {
     return (uint32_t)(mixed >> 32) ^ (uint32_t)mixed;
 }
 
-/* The class of operators like this one; 0 when there are too many. */
-static uint32_t class_of(tp_record *record, uint32_t like, uint64_t bytes) {
+/* The class of operators like this one; 0 when it is new, and there are more than `most`. */
+static uint32_t class_of(tp_record *record, uint32_t like, uint64_t bytes, uint32_t most) {
     for (uint32_t i = 0; i < TP_CLASSES; i++) {
         const uint32_t place = (like + i) % TP_CLASSES;
         if (place == 0) continue;
         tp_op_class *found = &record->classes[place];
         if (found->like == like) return place;
         if (found->like != 0) continue;
-        if (record->class_count > TP_CLASSES / 4 * 3) return 0;
+        if (record->class_count > most) return 0;
         record->class_count++;
         *found = (tp_op_class){.like = like, .bytes = bytes};
         return place;
@@ -198,7 +201,7 @@ static void note_pair(tp_record *record, uint32_t like) {
     uint32_t gap = 0;
     if (record->like != 0) {
         const uint32_t pair = mix(mix(1, record->like), like);
-        gap = class_of(record, pair == 0 ? 1 : pair, 0);
+        gap = class_of(record, pair == 0 ? 1 : pair, 0, PAIRS_UNTIL);
     }
     if (record->op_count > 1)
         record->ops[record->op_count - 2].gap_idx = gap;
@@ -223,7 +226,7 @@ tp_record_op *tp_record_op_ready(tp_record *record) {
     }
     op->like = like == 0 ? 1 : like;
     op->token = token;
-    op->class_idx = class_of(record, op->like, bytes);
+    op->class_idx = class_of(record, op->like, bytes, CLASSES_MAX);
     note_pair(record, op->like);
     return op;
 }

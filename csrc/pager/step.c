@@ -128,6 +128,7 @@ static tp_step *step_new(uint32_t ops, uint32_t uses, uint32_t blocks, parts *p)
     };
     char *memory = calloc(1, total);
     if (memory == NULL) return NULL;
+    ((tp_step *)(void *)(memory + head))->bytes = total;
     p->ops = (void *)(memory + at[0]);
     p->operands = (void *)(memory + at[1]);
     p->blocks = (void *)(memory + at[2]);

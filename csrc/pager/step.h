@@ -27,6 +27,7 @@ typedef struct tp_step {
     /* On the host, from its first operator to that of the next step, when it ran last; 0: none has
      * followed it yet. */
     uint64_t step_ns;
+    size_t bytes; /* of host memory that it takes */
     uint32_t held_count;
     bool fresh; /* nobody has been told of this trace */
 

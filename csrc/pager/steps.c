@@ -4,6 +4,8 @@
 
 #include "base/check.h"
 
+#define BYTES_MAX ((size_t)256 << 20)
+
 enum {
     NONE = TP_KINDS_MAX,
     SAME_SHARE = 16, /* steps whose bytes differ by less than this part are of one kind */
@@ -17,6 +19,7 @@ void tp_steps_init(tp_steps *steps, const tp_record_limits *limits) {
     memset(steps, 0, sizeof *steps);
     tp_record_init(&steps->record, limits);
     steps->best = steps->last = NONE;
+    steps->bytes_max = BYTES_MAX;
 }
 
 void tp_steps_fini(tp_steps *steps) {
@@ -61,15 +64,27 @@ static uint32_t rank(const tp_steps *steps, uint32_t slot) {
     return steps->follows[slot].score + usual;
 }
 
-/* The one that fits best; the one that is followed stays unless another is clearly better. */
+/* All operators so far were its own, sizes included. */
+static bool fits_exactly(const tp_steps *steps, uint32_t slot) {
+    const tp_follow *it = &steps->follows[slot];
+    return it->from_start && it->exact && it->astray == 0;
+}
+
+/* The one that fits best; the one that is followed stays unless another is clearly better: the sizes of
+ * one operator tell of what length a step is. */
 static void choose(tp_steps *steps) {
     uint32_t better = NONE;
+    bool exact = false;
     for (uint32_t i = 0; i < steps->count; i++) {
         if (steps->at[i] == NULL || steps->follows[i].astray > 0) continue;
-        if (better == NONE || rank(steps, i) > rank(steps, better)) better = i;
+        const bool fits = fits_exactly(steps, i);
+        if (exact && !fits) continue;
+        if (better == NONE || fits != exact || rank(steps, i) > rank(steps, better)) better = i;
+        exact = fits;
     }
     if (better == NONE || better == steps->best) return;
-    if (steps->best != NONE) {
+    const bool surely = exact && steps->best != NONE && !fits_exactly(steps, steps->best);
+    if (steps->best != NONE && !surely) {
         const uint32_t ahead = steps->follows[steps->best].astray == 0 ? SWITCH_AHEAD : 0;
         if (rank(steps, better) <= rank(steps, steps->best) + ahead) return;
     }
@@ -92,7 +107,7 @@ static void bind_operands(tp_steps *steps) {
 
 static void follow(tp_steps *steps, const tp_record_op *op) {
     tp_recent_push(&steps->recent, op->kind, op->like);
-    const uint32_t turn = steps->record.op_count % TP_KINDS_MAX;
+    const uint32_t turn = steps->count > 0 ? steps->record.op_count % steps->count : 0;
     for (uint32_t i = 0; i < steps->count; i++) {
         if (steps->at[i] == NULL) continue;
         const bool was_astray = steps->follows[i].astray > 0;
@@ -127,33 +142,57 @@ static tp_step *find_same(const tp_steps *steps) {
     return found;
 }
 
-/* Where a new step goes: a free place; else that of the one that has not run for longest, among
- * those that ran only once if there are any. NONE: all are held. */
-static uint32_t place_for(const tp_steps *steps) {
-    uint32_t place = NONE;
-    for (uint32_t i = 0; i < TP_KINDS_MAX; i++) {
+/* The one that is forgotten first: that has not run for longest, among those that ran only once if
+ * there are any. NONE: all are held. */
+static uint32_t least_useful(const tp_steps *steps) {
+    uint32_t found = NONE;
+    for (uint32_t i = 0; i < steps->count; i++) {
         const tp_step *it = steps->at[i];
-        if (it == NULL) return i;
-        if (it->held_count > 0) continue;
-        if (place == NONE) {
-            place = i;
+        if (it == NULL || it->held_count > 0) continue;
+        if (found == NONE) {
+            found = i;
             continue;
         }
-        const tp_step *other = steps->at[place];
+        const tp_step *other = steps->at[found];
         const bool once = it->completed_count == 1, other_once = other->completed_count == 1;
-        if (once != other_once ? once : it->last_completed < other->last_completed) place = i;
+        if (once != other_once ? once : it->last_completed < other->last_completed) found = i;
     }
-    return place;
+    return found;
+}
+
+static void forget(tp_steps *steps, uint32_t place) {
+    steps->bytes -= steps->at[place]->bytes;
+    tp_step_destroy(steps->at[place]);
+    steps->at[place] = NULL;
+    if (steps->last == place) steps->last = NONE;
+    if (steps->best == place) steps->best = NONE;
+}
+
+static uint32_t free_place(const tp_steps *steps) {
+    uint32_t place = 0;
+    while (place < TP_KINDS_MAX && steps->at[place] != NULL) place++;
+    return place; /* or NONE */
 }
 
 static tp_step *remember(tp_steps *steps) {
-    const uint32_t place = place_for(steps);
-    if (place == NONE) return NULL;
+    uint32_t place = free_place(steps);
+    if (place == NONE) {
+        place = least_useful(steps);
+        if (place == NONE) return NULL;
+        forget(steps, place);
+    }
     tp_step *step = tp_step_build(&steps->record, place);
     if (step == NULL) return NULL;
-    if (steps->at[place] != NULL) tp_step_destroy(steps->at[place]);
-    if (steps->last == place) steps->last = NONE;
+    while (steps->bytes + step->bytes > steps->bytes_max) {
+        const uint32_t other = least_useful(steps);
+        if (other == NONE) {
+            tp_step_destroy(step);
+            return NULL;
+        }
+        forget(steps, other);
+    }
     steps->at[place] = step;
+    steps->bytes += step->bytes;
     if (steps->count <= place) steps->count = place + 1;
     step->number = step->built = ++steps->number;
     step->fresh = true;

@@ -67,8 +67,8 @@ typedef struct network {
     bool train;
 } network;
 
-static void forward(scene *s, const network *n) {
-    for (uint32_t i = 0; i < n->layers; i++) {
+static void forward_part(scene *s, const network *n, uint32_t from, uint32_t to) {
+    for (uint32_t i = from; i < to; i++) {
         tp_identity *operands[2] = {&s->weights[n->first + i],
                                     i == 0 ? &s->weights[0] : &s->activations[i - 1]};
         (void)run(s, 1, false, operands, 2, &s->activations[i], n->size + 8 * i);
@@ -76,6 +76,10 @@ static void forward(scene *s, const network *n) {
         (void)run(s, 2, false, operands, 1, NULL, 0);
         if (!n->train && i > 0) tp_steps_freed(&s->steps, &s->activations[i - 1]);
     }
+}
+
+static void forward(scene *s, const network *n) {
+    forward_part(s, n, 0, n->layers);
     if (!n->train) tp_steps_freed(&s->steps, &s->activations[n->layers - 1]);
 }
 
@@ -297,6 +301,42 @@ TEST(operators_without_a_class_take_as_long_as_their_operands) {
     scene_free(s);
 }
 
+/* Samples of what may have begun late count only until there is one of the whole. */
+TEST(part_of_an_operator_counts_until_there_is_a_whole_one) {
+    scene *s = scene_new(&wide);
+    train(s, &small);
+    train(s, &small);
+    tp_steps_settle(&s->steps);
+    tp_record *record = &s->steps.record;
+    const uint32_t class_idx = tp_steps_last(&s->steps)->class_idx[0];
+    tp_record_sample(record, class_idx, 90000, true);
+    EXPECT_EQ(tp_record_class_ns(record, class_idx), 90000);
+    tp_record_sample(record, class_idx, 50000, false);
+    EXPECT_EQ(tp_record_class_ns(record, class_idx), 50000);
+    tp_record_sample(record, class_idx, 10, true);
+    EXPECT_EQ(tp_record_class_ns(record, class_idx), 50000);
+    scene_free(s);
+}
+
+TEST(what_comes_between_two_operators_belongs_to_the_pair) {
+    scene *s = scene_new(&wide);
+    train(s, &small);
+    train(s, &small);
+    tp_steps_settle(&s->steps);
+    const tp_step *step = tp_steps_last(&s->steps);
+    const uint32_t last = step->trace.op_count - 1;
+    /* Layers are alike but for their weights' sizes: no two pairs are the same. */
+    EXPECT(step->gap_idx[0] != step->gap_idx[2] && step->gap_idx[0] != 0);
+    const uint64_t first_ns = step->trace.ops[0].device_ns;
+    tp_record_sample(&s->steps.record, step->gap_idx[0], 30000, false);
+    tp_record_sample(&s->steps.record, step->gap_idx[last], 70000, false);
+    train(s, &small);
+    tp_steps_settle(&s->steps);
+    EXPECT_EQ(step->trace.ops[0].device_ns, first_ns + 30000);
+    EXPECT(step->trace.ops[last].device_ns >= 70000); /* before the next step */
+    scene_free(s);
+}
+
 /* ---- where steps end --------------------------------------------------------------------- */
 
 TEST(two_optimizers_in_a_row_are_one_step) {
@@ -433,6 +473,41 @@ TEST(random_lengths_are_followed_along_the_nearest_kind) {
     scene_free(s);
 }
 
+/* Each more than a sixteenth longer than the one before. */
+static uint64_t length_size(uint32_t length) {
+    uint64_t size = 50000;
+    for (uint32_t i = 0; i < length; i++) size += size / 8;
+    return size;
+}
+
+TEST(sizes_tell_at_once_of_what_kind_a_step_is) {
+    enum { LENGTHS = 20 };
+    scene *s = scene_new(&wide);
+    network n = small;
+    const tp_step *kinds[LENGTHS] = {NULL};
+    for (int i = 0; i < 2 * LENGTHS; i++) {
+        n.size = length_size((uint32_t)i % LENGTHS);
+        train(s, &n);
+        tp_steps_settle(&s->steps);
+        kinds[i % LENGTHS] = tp_steps_last(&s->steps);
+    }
+    EXPECT_EQ(s->steps.count, LENGTHS);
+    uint64_t random = test_seed();
+    for (unsigned i = 0; i < 40; i++) {
+        const uint32_t length = (uint32_t)test_random_below(&random, LENGTHS);
+        n.size = length_size(length);
+        /* The first operator knows weights only, the second has an operand of the length. */
+        forward_part(s, &n, 0, 1);
+        EXPECT(tp_steps_where(&s->steps).step == kinds[length]);
+        forward_part(s, &n, 1, n.layers);
+        backward(s, &n);
+        optimize(s, &n);
+        tp_steps_settle(&s->steps);
+        for (int k = 0; k < LENGTHS; k++) EXPECT(tp_steps_find(&s->steps, kinds[k]->number));
+    }
+    scene_free(s);
+}
+
 TEST(two_models_in_turn_are_two_kinds) {
     scene *s = scene_new(&wide);
     const network models[2] = {small,
@@ -500,6 +575,10 @@ TEST(memory_is_bounded_whatever_the_program_does) {
         EXPECT(s->steps.record.use_capacity <= narrow.uses);
         EXPECT(s->steps.record.storage_capacity <= narrow.storages);
         EXPECT(s->steps.count <= TP_KINDS_MAX);
+        size_t bytes = 0;
+        for (uint32_t k = 0; k < s->steps.count; k++)
+            bytes += s->steps.at[k] != NULL ? s->steps.at[k]->bytes : 0;
+        EXPECT_EQ(s->steps.bytes, bytes);
         for (uint32_t k = 0; k < s->steps.count; k++) {
             const tp_step *step = s->steps.at[k];
             EXPECT_OK(tp_trace_check(&step->trace, &test_error));
@@ -509,6 +588,28 @@ TEST(memory_is_bounded_whatever_the_program_does) {
             }
         }
     }
+    scene_free(s);
+}
+
+TEST(long_steps_are_remembered_as_far_as_memory_goes) {
+    enum { LAYERS = 40 };
+    scene *s = scene_new(&wide);
+    network n = {.first = 1, .layers = LAYERS, .size = 1000, .train = true};
+    train(s, &n);
+    train(s, &n);
+    tp_steps_settle(&s->steps);
+    const size_t each = s->steps.bytes;
+    EXPECT(each > 0 && each < 5 * LAYERS * 400); /* what the header says, and room to spare */
+    s->steps.bytes_max = 4 * each + each / 2;
+    for (uint32_t i = 0; i < 12; i++) {
+        n.size = 1000 + 5000 * (uint64_t)i;
+        train(s, &n);
+        tp_steps_settle(&s->steps);
+        EXPECT(s->steps.bytes <= s->steps.bytes_max);
+    }
+    uint32_t count = 0;
+    for (uint32_t k = 0; k < s->steps.count; k++) count += s->steps.at[k] != NULL;
+    EXPECT_EQ(count, 4);
     scene_free(s);
 }
 
