@@ -132,7 +132,9 @@ struct tp_device {
     const tp_device_ops *ops;
     tp_device_caps caps;
     tp_stream copy_stream[2]; /* by tp_copy_dir; usable with event_record and stream_wait */
-    tp_stream check_stream;   /* another of our own, so that a fingerprint waits for no copy */
+    /* More of our own, so that a fingerprint waits for no copy and no copy for a fingerprint: for checks, and
+     * for those before write-backs, which wait for other work. */
+    tp_stream check_stream, print_stream;
 };
 
 #endif

@@ -634,7 +634,7 @@ static void fingerprint_open(cuda_device *cuda) {
 static void cuda_destroy(tp_device *dev) {
     cuda_device *cuda = cuda_of(dev);
     tp_stream *const streams[] = {&dev->copy_stream[0], &dev->copy_stream[1],
-                                  &dev->check_stream};
+                                  &dev->check_stream, &dev->print_stream};
     scope s;
     if (scope_enter(cuda, &s) == TP_CU_SUCCESS) {
         for (size_t i = 0; i < sizeof streams / sizeof streams[0]; i++) {
@@ -733,7 +733,7 @@ static tp_status device_fill(cuda_device *cuda, tp_error *error) {
     if (result != TP_CU_SUCCESS) return check(error, result, "cuDeviceTotalMem");
     host_location_find(cuda);
     tp_stream *const streams[] = {&cuda->base.copy_stream[0], &cuda->base.copy_stream[1],
-                                  &cuda->base.check_stream};
+                                  &cuda->base.check_stream, &cuda->base.print_stream};
     for (size_t i = 0; i < sizeof streams / sizeof streams[0]; i++) {
         result = stream_open(streams[i]);
         if (result != TP_CU_SUCCESS) return check(error, result, "cuStreamCreate");

@@ -1520,15 +1520,16 @@ static void device_describe(sim_device *sim, const tp_sim_options *options) {
 }
 
 static tp_status streams_open(sim_device *sim, tp_error *error) {
-    /* The default one, one for each direction, one for checks. */
-    sim_stream *streams[4] = {NULL, NULL, NULL, NULL};
-    for (int i = 0; i < 4; i++) {
+    /* The default one, one for each direction, two for fingerprints. */
+    sim_stream *streams[5] = {NULL, NULL, NULL, NULL, NULL};
+    for (int i = 0; i < 5; i++) {
         const tp_status status = stream_new(sim, &streams[i], error);
         if (status != TP_OK) return status;
     }
     sim->base.copy_stream[TP_COPY_TO_HOST] = streams[1];
     sim->base.copy_stream[TP_COPY_TO_DEVICE] = streams[2];
     sim->base.check_stream = streams[3];
+    sim->base.print_stream = streams[4];
     return TP_OK;
 }
 

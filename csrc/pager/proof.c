@@ -12,6 +12,8 @@ static bool computed(const tp_pager *pager) {
     return in_force(pager) && pager->dev->caps.fingerprints;
 }
 
+bool tp_proof_before_copies(const tp_pager *pager) { return computed(pager); }
+
 bool tp_proof_by_copying(const tp_pager *pager) {
     return in_force(pager) && !pager->dev->caps.fingerprints;
 }

@@ -8,7 +8,8 @@
  * and its eviction goes on.
  *
  * Where `print` comes from:
- *  - A write-back computes it on the copy's own stream, *before* the copy. A write that nobody
+ *  - A write-back computes it *before* the copy, which waits for it, on a stream of its own: it runs
+ *    while the copy before does. A write that nobody
  *    announced may fall anywhere: before the fingerprint, then both have it; between or during the
  *    two, then the second fingerprint finds something newer than `print` and the copy is made again,
  *    at worst for nothing; after the copy, likewise. Computed after the copy instead, a write
@@ -43,7 +44,7 @@ typedef enum tp_proof {
 
 /* Whether a copy may be queued: there is a place for its fingerprint. */
 bool tp_proof_room(tp_pager *pager);
-/* Queues, on a copy stream, the fingerprint of the extent's device frame that goes with a copy.
+/* Queues, on a stream of ours, the fingerprint of the extent's device frame that goes with a copy.
  * tp_proof_mark_copy says where it ends. */
 TP_MUST_USE tp_status tp_proof_with_copy(tp_pager *pager, tp_extent *extent, tp_stream stream,
                                          tp_error *error);
@@ -51,6 +52,8 @@ TP_MUST_USE tp_status tp_proof_with_copy(tp_pager *pager, tp_extent *extent, tp_
 void tp_proof_mark_copy(tp_pager *pager, const tp_extent *extent, tp_marker copy);
 /* The copy has been seen to finish: its fingerprint becomes the extent's `print`. */
 void tp_proof_end_copy(tp_pager *pager, tp_extent *extent);
+/* Whether write-backs come with fingerprints of what they copy. */
+bool tp_proof_before_copies(const tp_pager *pager);
 /* Whether a write-back made now must come behind the marker of the decision to evict. */
 bool tp_proof_by_copying(const tp_pager *pager);
 

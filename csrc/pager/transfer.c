@@ -26,10 +26,9 @@ bool tp_transfer_done(tp_pager *pager, tp_extent *extent) {
     return true;
 }
 
-/* Makes the copy wait, on the device, for everything that has used the block. */
+/* Makes what is queued on `stream` next wait, on the device, for everything that has used the block. */
 static tp_status order_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
-                            tp_error *error) {
-    const tp_stream stream = pager->dev->copy_stream[dir];
+                            tp_stream stream, tp_error *error) {
     /* The marker of the decision stands for uses that have none of their own: operators that
      * began before the hook was armed, or ended while nobody waited for memory. Without
      * fingerprints it also stands for what nobody has announced. */
@@ -45,21 +44,44 @@ static tp_status order_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
     return status;
 }
 
+/* Where a copy's waits are queued: a write-back's before its fingerprint. */
+static tp_stream first_stream(const tp_pager *pager, tp_copy_dir dir) {
+    const tp_device *dev = pager->dev;
+    const bool printed = dir == TP_COPY_TO_HOST && tp_proof_before_copies(pager);
+    return printed ? dev->print_stream : dev->copy_stream[dir];
+}
+
+/* The fingerprint of what is written back: while the copy before it runs, and before its own begins. */
+static tp_status print_first(tp_pager *pager, tp_extent *extent, tp_error *error) {
+    if (!tp_proof_before_copies(pager)) return TP_OK;
+    tp_device *dev = pager->dev;
+    tp_status status = tp_proof_with_copy(pager, extent, dev->print_stream, error);
+    if (status != TP_OK) return status;
+    tp_marker printed = {0}; /* and behind what the copy must wait for */
+    status = tp_marker_record(&pager->markers, dev->print_stream, &printed, error);
+    if (status != TP_OK) {
+        tp_pager_fail(pager, status); /* its frame is in doubt */
+        return status;
+    }
+    tp_proof_mark_copy(pager, extent, printed);
+    return tp_marker_stream_wait(&pager->markers, dev->copy_stream[TP_COPY_TO_HOST], printed,
+                                 error);
+}
+
 /* Copies between the windows, with the fingerprint that goes with it: before what is written back,
  * behind what is filled (proof.h). */
 static tp_status copy_with_proof(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
                                  tp_error *error) {
     tp_device *dev = pager->dev;
-    const tp_stream stream = dev->copy_stream[dir];
     const tp_addr host = extent->host->window, device = extent->device->window;
     if (dir == TP_COPY_TO_HOST) {
-        const tp_status status = tp_proof_with_copy(pager, extent, stream, error);
+        const tp_status status = print_first(pager, extent, error);
         return status == TP_OK ? dev->ops->copy(dev, dir, host, device, extent->bytes, error)
                                : status;
     }
     const tp_status status = dev->ops->copy(dev, dir, device, host, extent->bytes, error);
     if (status != TP_OK || extent->printed) return status;
-    const tp_status printed = tp_proof_with_copy(pager, extent, stream, NULL);
+    const tp_status printed = tp_proof_with_copy(pager, extent, dev->copy_stream[dir], NULL);
     (void)printed; /* without one the extent is written back again before it is evicted */
     return TP_OK;
 }
@@ -69,13 +91,13 @@ static tp_status copy_with_proof(tp_pager *pager, tp_extent *extent, tp_copy_dir
 static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir, bool ordered,
                             tp_error *error) {
     TP_REQUIRE(extent->place == 0);
-    tp_status status = ordered ? order_copy(pager, extent, dir, error) : TP_OK;
-    if (status == TP_OK) {
-        status = tp_regions_order(pager, pager->dev->copy_stream[dir], error);
-    }
+    const tp_stream first = first_stream(pager, dir);
+    tp_status status = ordered ? order_copy(pager, extent, dir, first, error) : TP_OK;
+    if (status == TP_OK) status = tp_regions_order(pager, first, error);
     if (status != TP_OK) return status;
     const tp_status copied = copy_with_proof(pager, extent, dir, error);
-    if (copied != TP_OK && extent->place == 0) return copied;
+    if (copied != TP_OK)
+        return copied; /* the fingerprint alone may be in flight, and is marked */
     status =
         tp_marker_record(&pager->markers, pager->dev->copy_stream[dir], &extent->copy, error);
     if (status != TP_OK) {
@@ -83,7 +105,6 @@ static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
         return status;
     }
     tp_proof_mark_copy(pager, extent, extent->copy);
-    if (copied != TP_OK) return copied; /* the fingerprint alone is in flight */
     extent->copying = true;
     pager->copying[dir]++;
     return TP_OK;

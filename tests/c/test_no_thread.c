@@ -539,6 +539,77 @@ TEST(timers_that_wait_for_the_device_ask_it_once) {
     close_program(&p);
 }
 
+/* ---- what plans are made of ---------------------------------------------------------------- */
+
+static void find_times(void *ctx, const tp_step *step) {
+    uint64_t *times = ctx;
+    for (uint32_t i = 0; i < step->trace.op_count; i++) times[i] = step->trace.ops[i].device_ns;
+}
+
+/* Each makes a block, and waits for memory meanwhile: the other half is written back. */
+TEST(what_an_operator_waits_for_memory_is_not_its_time) {
+    options o = {.budget_bytes = BLOCKS / 2 * EXTENT};
+    program p = open_program(&o);
+    tp_core_set_planning(p.core, false);
+    for (unsigned i = 0; i < BLOCKS; i++) alloc(&p, i, EXTENT);
+    for (unsigned i = 0; i < BLOCKS; i++) op(&p, i, 0, true, 5000);
+    for (unsigned step = 0; step < 6; step++) {
+        for (unsigned i = 0; i < BLOCKS; i++) {
+            const tp_access access = {p.addrs[i], true};
+            tp_op it = {.name = tp_op_name("test::makes.")};
+            tp_op_begin(p.core, &it, &access, 1, p.streams[0]);
+            tp_addr made = 0;
+            MUST_OK(tp_alloc(p.core, 8 * EXTENT, p.streams[0], TP_ALLOC_PINNED, &made, NULL,
+                             &test_error));
+            tp_op_adopt(&it, made);
+            MUST_OK(tp_sim_launch(p.dev, p.streams[0], nothing, NULL, 5000, &test_error));
+            tp_op_end(&it, &made, 1, NULL);
+            tp_op_fini(&it);
+            op(&p, (i + 7) % BLOCKS, 0, true, 5000);
+            tp_free(p.core, made);
+        }
+        tp_mark_step(p.core, TP_STEP_ASKED);
+    }
+    tp_stats stats;
+    tp_core_stats(p.core, &stats);
+    EXPECT(stats.memory_stalls.count > 0);
+    uint64_t times[2 * BLOCKS] = {0};
+    MUST(tp_last_step(p.core, find_times, times));
+    for (unsigned i = 0; i < 2 * BLOCKS; i++) EXPECT_EQ(times[i], 5000);
+    close_program(&p);
+}
+
+/* Sixty kinds of operators, launched long before the device comes to them. Between two of them runs
+ * what nobody tells of. */
+TEST(all_operators_of_a_program_that_is_ahead_are_timed) {
+    enum { KINDS = 60 };
+    options o = {.budget_bytes = 2 * TP_MIB};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < BLOCKS; i++) alloc(&p, i, 2 * EXTENT);
+    (void)tp_evict_all(p.core); /* which arms it */
+    for (unsigned step = 0; step < 3; step++) {
+        for (unsigned i = 0; i < KINDS; i++) {
+            char name[32];
+            (void)snprintf(name, sizeof name, "test::kind%u.", i);
+            const tp_access access = {p.addrs[i % BLOCKS], false};
+            tp_op it = {.name = tp_op_name(name)};
+            tp_op_begin(p.core, &it, &access, 1, p.streams[0]);
+            MUST_OK(tp_sim_launch(p.dev, p.streams[0], nothing, NULL, 20000 + i, &test_error));
+            tp_op_end(&it, NULL, 0, NULL);
+            tp_op_fini(&it);
+            MUST_OK(tp_sim_launch(p.dev, p.streams[0], nothing, NULL, 3000, &test_error));
+        }
+        tp_core_pass_time(p.core, 1000000000);
+        while (tp_sim_step(p.dev)) continue;
+        tp_core_pass_time(p.core, 1);
+        tp_mark_step(p.core, TP_STEP_ASKED);
+    }
+    uint64_t times[KINDS] = {0};
+    MUST(tp_last_step(p.core, find_times, times));
+    for (unsigned i = 0; i < KINDS - 1; i++) EXPECT_EQ(times[i], 20000 + i + 3000);
+    close_program(&p);
+}
+
 TEST(no_thread_needs_a_virtual_clock) {
     const tp_sim_options sim = {.device_bytes = TP_MIB, .granularity_bytes = GRANULE};
     tp_device *dev = NULL;

@@ -196,29 +196,29 @@ static void poke(tp_device *dev, void *arg) {
     }
 }
 
-/* On the copy's own stream, so that it runs exactly there. */
-static void write_now(tp_device *dev, point here) {
+/* On the fingerprint's or the copy's own stream, so that it runs exactly there. */
+static void write_now(tp_device *dev, tp_stream stream, point here) {
     if (here != write_at || writes_left == 0) return;
     writes_left--;
     watched->tensors[0].value += 1 << 20;
-    MUST_OK(tp_sim_launch(dev, dev->copy_stream[TP_COPY_TO_HOST], poke, &watched->tensors[0], 1,
-                          &test_error));
+    MUST_OK(tp_sim_launch(dev, stream, poke, &watched->tensors[0], 1, &test_error));
 }
 
 static tp_status watched_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src,
                               size_t bytes, tp_error *error) {
-    if (dir == TP_COPY_TO_HOST) write_now(dev, BETWEEN);
+    const tp_stream stream = dev->copy_stream[dir];
+    if (dir == TP_COPY_TO_HOST) write_now(dev, stream, BETWEEN);
     for (int i = 0; dir == TP_COPY_TO_HOST && i < idles_copy; i++) {
-        MUST_OK(tp_sim_launch(dev, dev->copy_stream[dir], idle, NULL, 1, &test_error));
+        MUST_OK(tp_sim_launch(dev, stream, idle, NULL, 1, &test_error));
     }
     const tp_status status = plain_copy(dev, dir, dst, src, bytes, error);
-    if (dir == TP_COPY_TO_HOST) write_now(dev, BEHIND_COPY);
+    if (dir == TP_COPY_TO_HOST) write_now(dev, stream, BEHIND_COPY);
     return status;
 }
 
 static tp_status watched_fingerprint(tp_device *dev, tp_stream stream, tp_addr addr,
                                      size_t bytes, uint32_t place, tp_error *error) {
-    if (stream == dev->copy_stream[TP_COPY_TO_HOST]) write_now(dev, BEFORE_FINGERPRINT);
+    if (stream == dev->print_stream) write_now(dev, stream, BEFORE_FINGERPRINT);
     const bool check = stream == dev->check_stream;
     for (int i = 0; check && i < idles_before; i++) {
         MUST_OK(tp_sim_launch(dev, stream, idle, NULL, 1, &test_error));
