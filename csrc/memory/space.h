@@ -43,14 +43,16 @@ typedef struct tp_extent {
     bool busy;   /* its mapping is being changed, with the lock released */
     bool held;   /* being prepared with the lock released: its block may not retire */
     bool evict;  /* to be evicted as soon as the rules allow */
-    bool write_back;      /* to be written back, and stay */
-    uint32_t leave;       /* 1 + the operator of the plan that runs over it in HOST; 0: none */
-    bool written;         /* written while WRITING */
-    bool abandon;         /* the fill's copy is to be forgotten */
-    bool guarded;         /* its address is mapped read-only (tp_config.readonly_clean) */
-    tp_marker copy;       /* the copy in flight */
-    bool copying;         /* it has not been seen complete */
-    tp_marker decided;    /* context-wide, recorded after deciding to change the mapping */
+    bool write_back;   /* to be written back, and stay */
+    uint32_t leave;    /* 1 + the operator of the plan that runs over it in HOST; 0: none */
+    bool written;      /* written while WRITING */
+    bool abandon;      /* the fill's copy is to be forgotten */
+    bool guarded;      /* its address is mapped read-only (tp_config.readonly_clean) */
+    tp_marker copy;    /* the copy in flight */
+    bool copying;      /* it has not been seen complete */
+    tp_marker decided; /* context-wide, recorded after deciding to change the mapping */
+    tp_marker wanted;  /* likewise, after asking for the write-back; the block's stamp then */
+    uint64_t wanted_stamp;
     tp_fingerprint print; /* with `printed`: of what the host frame holds (pager/proof.h) */
     bool printed;
     bool differed; /* an unseen write was found during this eviction */

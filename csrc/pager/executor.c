@@ -27,7 +27,8 @@ static void write_back(tp_pager *pager, tp_extent *extent, tp_marker *decided) {
     if (extent->state != TP_EXTENT_DIRTY || extent->busy || extent->evict) return;
     if (pager->host_full || !decide(pager, decided)) return;
     extent->write_back = true;
-    extent->decided = *decided;
+    extent->wanted_stamp = extent->block->stamp;
+    extent->wanted = extent->decided = *decided;
     tp_extent_list(pager, extent);
 }
 

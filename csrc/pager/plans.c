@@ -9,7 +9,7 @@
 
 /* Of the budget: what is left out of plans for frames that are on their way from one user to the
  * next, and for those of other sizes. */
-enum { SPARE_SHARE = 64 };
+enum { SPARE_SHARE = 256 };
 
 tp_status tp_plans_init(tp_plans *plans, tp_error *error) {
     memset(plans, 0, sizeof *plans);

@@ -32,9 +32,15 @@ static tp_status order_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
     /* The marker of the decision stands for uses that have none of their own: operators that
      * began before the hook was armed, or ended while nobody waited for memory. Without
      * fingerprints it also stands for what nobody has announced. */
-    tp_uses *uses = &extent->block->uses;
+    tp_block *block = extent->block;
+    tp_uses *uses = &block->uses;
     const bool marked = tp_uses_marked(uses);
     tp_status status = TP_OK;
+    /* A write-back need not wait for what has read the block since it was wanted; what has written it since
+     * has taken the wish back. */
+    if (dir == TP_COPY_TO_HOST && extent->write_back && extent->wanted_stamp != block->stamp &&
+        !tp_proof_by_copying(pager))
+        return tp_marker_stream_wait(&pager->markers, stream, extent->wanted, error);
     if (marked) status = tp_uses_stream_wait(&pager->markers, stream, uses, error);
     if (!marked || (dir == TP_COPY_TO_HOST && tp_proof_by_copying(pager))) {
         if (status == TP_OK) {
