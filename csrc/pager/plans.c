@@ -7,9 +7,9 @@
 #include "pager/extent.h"
 #include "pager/pager.h"
 
-/* Of the budget: what is left out of plans for frames that are on their way from one user to the
- * next, and for those of other sizes. */
-enum { SPARE_SHARE = 256 };
+/* What is left out of plans, for frames that are on their way from one user to the next, and for those of
+ * other sizes: the largest extent, within these parts of the budget. */
+enum { SPARE_SHARE_MIN = 256, SPARE_SHARE_MAX = 64 };
 
 tp_status tp_plans_init(tp_plans *plans, tp_error *error) {
     memset(plans, 0, sizeof *plans);
@@ -54,7 +54,10 @@ static bool draft_make(const tp_pager *pager, const tp_step *step, draft *out) {
     }
     *out = (draft){.trace = step->trace, .blocks = blocks};
     out->trace.blocks = blocks;
-    tp_plan_config_init(&out->config, tp_sub_floor(cap - cap / SPARE_SHARE, fixed));
+    const size_t spare =
+        tp_min_size(cap / SPARE_SHARE_MAX,
+                    tp_max_size(cap / SPARE_SHARE_MIN, pager->space.extent_max_bytes));
+    tp_plan_config_init(&out->config, tp_sub_floor(cap - spare, fixed));
     out->config.granularity_bytes = pager->space.granularity_bytes;
     out->config.extent_max_bytes = pager->space.extent_max_bytes;
     out->config.large_min_bytes = 1; /* whatever has extents can move */
@@ -114,7 +117,7 @@ void tp_plans_review(tp_pager *pager, tp_step *step) {
     const size_t cap = tp_budget_frame_cap(&pager->budget);
     const size_t planned = pager->plans.at[step->slot].cap;
     const size_t change = cap > planned ? cap - planned : planned - cap;
-    if (change <= cap / SPARE_SHARE) return;
+    if (change <= cap / SPARE_SHARE_MAX) return;
     step->fresh = true;
     tp_cond_broadcast(&pager->plans.wanted);
 }
