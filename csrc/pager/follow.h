@@ -35,6 +35,13 @@ void tp_recent_push(tp_recent *recent, uint32_t kind, uint32_t like);
 
 /* A step begins. `score`: more than 0 for the one that is expected. */
 void tp_follow_begin(tp_follow *follow, uint32_t score);
+/* It is not followed any more in this step, unless the program is found on it again. O(1). */
+static inline void tp_follow_lose(tp_follow *follow) {
+    if (follow->astray >= TP_ASTRAY_MAX) return;
+    follow->astray = TP_ASTRAY_MAX;
+    follow->score = 0;
+    follow->from_start = follow->exact = false;
+}
 /* The program runs an operator, the newest in `recent`. True: it is the one before `position` now.
  * `search`: the trace may be searched, which takes longer. */
 bool tp_follow_op(tp_follow *follow, const tp_step *step, const tp_recent *recent, bool search);

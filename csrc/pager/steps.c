@@ -11,6 +11,7 @@ enum {
     SAME_SHARE = 16, /* steps whose bytes differ by less than this part are of one kind */
     TRUST_MAX = 3,
     SWITCH_AHEAD = 8,       /* by how much another step must fit better */
+    SETTLED_OPS = 32,       /* who has fitted exactly for so long is followed alone */
     UNMARKED_OPS = 4096,    /* so long, and four steps, without a mark: there are no marks */
     FIRST_UNMARKED_OPS = 64 /* the same before the first mark */
 };
@@ -57,17 +58,17 @@ static void follow_from_start(tp_steps *steps) {
     steps->matched = false;
 }
 
+/* All operators so far were its own, sizes included. */
+static bool fits_exactly(const tp_steps *steps, uint32_t slot) {
+    const tp_follow *it = &steps->follows[slot];
+    return it->from_start && it->exact && it->astray == 0;
+}
+
 /* How well a step fits. One that has run only once may be an odd one, behind which others hide
  * that fit as well. */
 static uint32_t rank(const tp_steps *steps, uint32_t slot) {
     const uint32_t usual = steps->at[slot]->completed_count > 1 ? 2 * SWITCH_AHEAD : 0;
     return steps->follows[slot].score + usual;
-}
-
-/* All operators so far were its own, sizes included. */
-static bool fits_exactly(const tp_steps *steps, uint32_t slot) {
-    const tp_follow *it = &steps->follows[slot];
-    return it->from_start && it->exact && it->astray == 0;
 }
 
 /* The one that fits best; the one that is followed stays unless another is clearly better: the sizes of
@@ -108,8 +109,15 @@ static void bind_operands(tp_steps *steps) {
 static void follow(tp_steps *steps, const tp_record_op *op) {
     tp_recent_push(&steps->recent, op->kind, op->like);
     const uint32_t turn = steps->count > 0 ? steps->record.op_count % steps->count : 0;
+    const bool settled = steps->best != NONE && fits_exactly(steps, steps->best) &&
+                         steps->follows[steps->best].position >= SETTLED_OPS;
     for (uint32_t i = 0; i < steps->count; i++) {
         if (steps->at[i] == NULL) continue;
+        /* Of many kinds few fit: to go along with the others would take longer than all the rest. */
+        if (settled && !fits_exactly(steps, i)) {
+            tp_follow_lose(&steps->follows[i]);
+            continue;
+        }
         const bool was_astray = steps->follows[i].astray > 0;
         const bool on = tp_follow_op(&steps->follows[i], steps->at[i], &steps->recent,
                                      i == steps->best || i == turn);

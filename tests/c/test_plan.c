@@ -661,6 +661,67 @@ TEST(random_plans_keep_the_rules) {
     }
 }
 
+/* Whether an operator in [from, to) uses a block. */
+static bool used_in(const scene *s, uint32_t block, uint32_t from, uint32_t to) {
+    for (uint32_t op = from; op < to; op++)
+        if (s->blocks[block].born_op == op || operand_of(s, op, block) != NULL) return true;
+    return false;
+}
+
+/* The evictions of an extent come in the same order in both plans; the n-th of `plan` earlier. */
+static void expect_earlier(const scene *s, const tp_plan *plan, const tp_plan *other,
+                           uint32_t *moved) {
+    for (uint32_t i = 0, from = 0; i < plan->act_count; i++) {
+        const tp_act *it = &plan->acts[i];
+        EXPECT(i == 0 || it->op >= plan->acts[i - 1].op);
+        if (it->kind != TP_ACT_EVICT) continue;
+        const tp_act *then = NULL;
+        uint32_t nth = 0;
+        for (uint32_t k = 0; k < i; k++)
+            nth += plan->acts[k].kind == TP_ACT_EVICT && plan->acts[k].block == it->block &&
+                   plan->acts[k].extent == it->extent;
+        for (from = 0; from < other->act_count && then == NULL; from++) {
+            const tp_act *at = &other->acts[from];
+            if (at->kind == TP_ACT_EVICT && at->block == it->block &&
+                at->extent == it->extent && nth-- == 0)
+                then = at;
+        }
+        MUST(then != NULL);
+        EXPECT(it->op <= then->op);
+        EXPECT(!used_in(s, it->block, it->op, then->op));
+        *moved += it->op < then->op;
+        /* What has been written is written back first. */
+        for (uint32_t k = i + 1; k < plan->act_count && plan->acts[k].op <= then->op; k++) {
+            const tp_act *behind = &plan->acts[k];
+            EXPECT(behind->kind != TP_ACT_WRITE_BACK || behind->block != it->block ||
+                   behind->extent != it->extent);
+        }
+    }
+}
+
+/* Evictions take time: they come before their memory is claimed, but not before the last use, nor before
+ * the write-back. Everything else is as it was. */
+TEST(evictions_go_ahead_where_the_extent_is_idle) {
+    uint64_t state = test_seed();
+    uint32_t moved = 0;
+    for (unsigned round = 0; round < test_rounds(300) && test_failures() == 0; round++) {
+        scene s;
+        random_scene(&s, &state);
+        tp_plan plan, ahead;
+        make(&s, &plan);
+        s.config.evict_ahead_ns = 300;
+        MUST_OK(tp_plan_make(&s.trace, &s.config, &ahead, &test_error));
+        EXPECT_EQ(ahead.act_count, plan.act_count);
+        EXPECT_EQ(ahead.step_ns, plan.step_ns);
+        for (tp_act_kind kind = TP_ACT_WRITE_BACK; kind <= TP_ACT_LEAVE; kind++)
+            EXPECT_EQ(count(&ahead, kind), count(&plan, kind));
+        expect_earlier(&s, &ahead, &plan, &moved);
+        tp_plan_fini(&ahead);
+        tp_plan_fini(&plan);
+    }
+    EXPECT(moved > 0);
+}
+
 TEST(operators_that_do_not_fit_are_refused_at_any_budget_below) {
     uint64_t state = test_seed();
     for (unsigned round = 0; round < test_rounds(300) && test_failures() == 0; round++) {
