@@ -588,7 +588,7 @@ static tp_status run_rounds(planner *p, tp_error *error) {
         runs = run_to(p, (uint64_t)round * ops);
     }
     p->plan->step_ns = p->now_ns - began_ns;
-    if (runs && !p->no_memory) hasten_evictions(p);
+    if (runs && !p->no_memory && p->model.config.evict_ahead_ns > 0) hasten_evictions(p);
     if (!runs)
         return tp_error_set(error, TP_OUT_OF_MEMORY, "operator %u cannot get its operands",
                             op_at(p, p->model.point));
