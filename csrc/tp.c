@@ -154,7 +154,7 @@ static tp_status alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t f
     const tp_status status =
         small ? tp_small_alloc(&core->small, pager, bytes, stream, out, oom, error)
               : tp_block_alloc(pager, bytes, stream, flags, out, oom, error);
-    if (tp_thread_waited_ns != waited_ns) tp_timing_resume(pager);
+    if (tp_thread_waited_ns != waited_ns && !pager->abandoned) tp_timing_resume(pager);
     return status;
 }
 
