@@ -50,7 +50,7 @@ typedef struct tp_executor {
     size_t wish_bytes;
     tp_wish decided[TP_DECIDED_MAX]; /* fills to come: a ring, in order */
     uint32_t decided_first, decided_count;
-    uint32_t looked; /* acts before it have been looked at, to decide on their fills */
+    uint32_t looked;     /* acts before it have been looked at, to decide on their fills */
     uint64_t refused_ns; /* when a frame that the budget admits could not be had */
 } tp_executor;
 
