@@ -12,6 +12,7 @@
 #include "pager/access.h"
 #include "pager/alloc.h"
 #include "pager/arming.h"
+#include "pager/drop.h"
 #include "pager/extent.h"
 #include "pager/learn.h"
 #include "pager/name.h"
@@ -186,6 +187,25 @@ void tp_free(tp_core *core, tp_addr addr) {
     leave(pager);
 }
 
+tp_status tp_drop(tp_core *core, tp_addr addr, tp_dropped **out, tp_error *error) {
+    tp_pager *pager = enter(core);
+    const tp_status status = tp_block_drop(pager, addr, out, error);
+    leave(pager);
+    return status;
+}
+
+void tp_bring_back(tp_core *core, tp_dropped *dropped, tp_addr addr) {
+    tp_pager *pager = enter(core);
+    tp_block_bring_back(pager, dropped, addr);
+    leave(pager);
+}
+
+void tp_drop_end(tp_core *core, tp_dropped *dropped) {
+    tp_pager *pager = enter(core);
+    tp_dropped_end(pager, dropped);
+    leave(pager);
+}
+
 void tp_record_stream(tp_core *core, tp_addr addr, tp_stream stream) {
     tp_pager *pager = enter(core);
     tp_block *block = tp_block_live(pager, addr);
@@ -269,6 +289,7 @@ void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t cou
         tp_regions_stand(pager);
         (void)tp_resize_evict_all(pager);
     }
+    pager->rerun_count += op->rerun;
     tp_learn_begin(pager, op, accesses, count, stream);
     if (op->record != 0) tp_executor_begin(pager);
     tp_access_begin(pager, op, accesses, count, stream);
@@ -291,6 +312,7 @@ void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *pa
     tp_pager *pager = enter(op->core);
     tp_learn_end(pager, op, outputs, output_count);
     tp_access_end(pager, op, outputs, output_count, parent);
+    if (op->rerun) pager->rerun_count--;
     if (detached) {
         /* Perhaps on a thread that waits in a function of ours: its regions go on standing. */
         tp_lock_drop(&pager->lock);

@@ -86,6 +86,16 @@ TP_API void tp_record_stream(tp_core *core, tp_addr addr, tp_stream stream);
 /* True if `addr` lies in an address range of ours. Takes no lock; a few loads. */
 TP_API bool tp_owns(const tp_core *core, tp_addr addr);
 
+/* The bytes of the block that begins at `addr` can be made again, and go: the block is freed, with
+ * *out to stand for its storage. TP_BUSY: it is in use, immovable or not known to be a tensor, or an
+ * opaque region is open. TP_NO_HOST_MEMORY: no room could be kept for it. Never waits. */
+TP_API TP_MUST_USE tp_status tp_drop(tp_core *core, tp_addr addr, tp_dropped **out,
+                                     tp_error *error);
+/* They are back, in the block at `addr`, made with TP_ALLOC_RERUN. Frees `dropped`. */
+TP_API void tp_bring_back(tp_core *core, tp_dropped *dropped, tp_addr addr);
+/* The storage is gone. Frees `dropped`. */
+TP_API void tp_drop_end(tp_core *core, tp_dropped *dropped);
+
 /* False: no live block holds that address. */
 TP_API bool tp_block_query(tp_core *core, tp_addr addr, tp_block_info *out);
 /* Calls `visit` for each live block, on a copy made under the lock. False: out of host memory. */

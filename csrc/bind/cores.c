@@ -214,7 +214,7 @@ static tp_core *detach_sim(bool *alive) {
     if (core == NULL) return NULL;
     tp_stats stats;
     tp_core_stats(core, &stats);
-    *alive = stats.block_count != 0 || stats.regions_open != 0;
+    *alive = stats.block_count != 0 || stats.regions_open != 0 || stats.dropped.current != 0;
     if (*alive) return NULL;
     tp_unregister(TP_SLOT_SIM);
     return core;

@@ -630,6 +630,7 @@ static int put_gauges(PyObject *dict, const tp_stats *stats) {
     bad |= put_gauge(dict, "host", &stats->host);
     bad |= put_gauge(dict, "host_held", &stats->host_held);
     bad |= put_gauge(dict, "pinned", &stats->pinned);
+    bad |= put_gauge(dict, "dropped", &stats->dropped);
     bad |= put_gauge(dict, "held", &stats->held);
     return bad;
 }
@@ -647,6 +648,8 @@ static int put_tallies(PyObject *dict, const tp_stats *stats) {
     bad |= put_tally(dict, "fingerprints", &stats->fingerprints);
     bad |= put_tally(dict, "plans", &stats->plans);
     bad |= put_u64(dict, "planned_ops", stats->planned_ops);
+    bad |= put_tally(dict, "drops", &stats->drops);
+    bad |= put_tally(dict, "reruns", &stats->reruns);
     bad |= put_tally(dict, "discards", &stats->discards);
     bad |= put_tally(dict, "frame_creates", &stats->frame_creates);
     bad |= put_tally(dict, "frame_releases", &stats->frame_releases);

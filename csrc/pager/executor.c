@@ -43,7 +43,7 @@ static void wish(tp_pager *pager, tp_block *block, uint32_t extent) {
 static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
                       tp_marker *decided) {
     const tp_identity *identity = tp_steps_live(step, act->block);
-    if (identity == NULL) return;
+    if (identity == NULL || identity->dropped) return;
     tp_block *block = TP_CONTAINER(identity, tp_block, identity);
     if (!tp_block_movable(block) || act->extent >= block->extent_count) return;
     tp_extent *extent = &block->extents[act->extent];
@@ -118,7 +118,7 @@ static void put_right(tp_pager *pager, const tp_step *step, const tp_plan *plan)
     size_t missing = 0;
     for (uint32_t i = 0; i < plan->resident_count; i++) {
         const tp_identity *identity = tp_steps_live(step, plan->resident[i].block);
-        if (identity == NULL) continue;
+        if (identity == NULL || identity->dropped) continue;
         tp_block *block = TP_CONTAINER(identity, tp_block, identity);
         const uint32_t number = plan->resident[i].extent;
         if (!tp_block_movable(block) || number >= block->extent_count) continue;

@@ -46,7 +46,7 @@ static bool draft_make(const tp_pager *pager, const tp_step *step, draft *out) {
     for (uint32_t i = 0; i < count; i++) {
         blocks[i] = step->trace.blocks[i];
         const tp_identity *identity = tp_steps_live(step, i);
-        if (identity == NULL) continue;
+        if (identity == NULL || identity->dropped) continue;
         const tp_block *block = TP_CONTAINER(identity, tp_block, identity);
         if (tp_block_movable(block)) continue;
         blocks[i].bytes = 0;

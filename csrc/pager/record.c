@@ -121,6 +121,16 @@ void tp_record_born(tp_record *record, tp_identity *identity, uint64_t bytes) {
     (void)storage_add(record, identity, birth_op(record));
 }
 
+void tp_record_moved(tp_record *record, tp_identity *from, tp_identity *to) {
+    *to = *from;
+    tp_list_init(&to->link);
+    from->serial = 0;
+    if (to->serial == 0) return;
+    tp_list_push_back(&from->link, &to->link); /* in its place */
+    tp_list_remove(&from->link);
+    if (to->record == record->number) record->storages[to->storage].owner = to;
+}
+
 void tp_record_freed(tp_record *record, tp_identity *identity) {
     if (identity->serial == 0) return;
     tp_list_remove(&identity->link);

@@ -101,6 +101,8 @@ void tp_record_next(tp_record *record);
 /* A block. While nothing is recorded: nothing happens. */
 void tp_record_born(tp_record *record, tp_identity *identity, uint64_t bytes);
 void tp_record_freed(tp_record *record, tp_identity *identity);
+/* From now on `to`, which is not known, stands for what `from` stood for, which is forgotten. */
+void tp_record_moved(tp_record *record, tp_identity *from, tp_identity *to);
 
 /* An operator: begin, its operands, ready, all without dropping the lock; when it has been
  * launched, its results and then end. begin: false, and nothing recorded, when the step does

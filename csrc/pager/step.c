@@ -343,6 +343,14 @@ void tp_step_bind(tp_step *step, uint32_t block, tp_identity *identity) {
     identity->bound[step->slot] = block + 1;
 }
 
+void tp_step_moved(tp_step *const *steps, tp_identity *to) {
+    for (uint32_t slot = 0; slot < TP_KINDS_MAX; slot++) {
+        if (to->bound[slot] != 0) {
+            steps[slot]->live[to->bound[slot] - 1] = to;
+        }
+    }
+}
+
 void tp_step_unbind(tp_step *const *steps, tp_identity *identity) {
     for (uint32_t slot = 0; slot < TP_KINDS_MAX; slot++) {
         if (identity->bound[slot] != 0) steps[slot]->live[identity->bound[slot] - 1] = NULL;

@@ -68,6 +68,8 @@ void tp_step_destroy(tp_step *step);
 /* From now on the live block stands for that block of the trace; an earlier one, and an earlier
  * meaning of it, are forgotten. */
 void tp_step_bind(tp_step *step, uint32_t block, tp_identity *identity);
+/* The block is part of another struct now. */
+void tp_step_moved(tp_step *const *steps, tp_identity *to);
 /* The block is freed: no step knows it any more. */
 void tp_step_unbind(tp_step *const *steps, tp_identity *identity);
 

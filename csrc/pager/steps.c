@@ -305,6 +305,11 @@ void tp_steps_born(tp_steps *steps, tp_identity *identity, uint64_t bytes) {
     if (block != TP_NO_OP) tp_step_bind(step, block, identity);
 }
 
+void tp_steps_moved(tp_steps *steps, tp_identity *from, tp_identity *to) {
+    tp_record_moved(&steps->record, from, to);
+    if (to->serial != 0) tp_step_moved(steps->at, to);
+}
+
 void tp_steps_freed(tp_steps *steps, tp_identity *identity) {
     if (identity->serial == 0) return;
     tp_step_unbind(steps->at, identity);

@@ -88,6 +88,8 @@ static inline bool tp_steps_on(const tp_steps *steps) { return tp_record_on(&ste
 /* O(1); binds the block if it is the one that the step has next. */
 void tp_steps_born(tp_steps *steps, tp_identity *identity, uint64_t bytes);
 void tp_steps_freed(tp_steps *steps, tp_identity *identity);
+/* From now on `to` stands for what `from` stood for, which is forgotten. O(TP_KINDS_MAX). */
+void tp_steps_moved(tp_steps *steps, tp_identity *from, tp_identity *to);
 /* An operator begins: may end the step first, in O(live blocks), or O(operands) for a step that
  * is new. Then its operands. Then ready, which moves the position on: O(TP_KINDS_MAX + operands).
  * begin: false, no operands and no ready, when the step is too long to be recorded. */

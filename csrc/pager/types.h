@@ -10,6 +10,7 @@
 #define TP_NO_LIMIT SIZE_MAX
 
 typedef struct tp_core tp_core;
+typedef struct tp_dropped tp_dropped;
 
 /* What the core wants to be told of operators. */
 typedef enum tp_arming {
@@ -122,8 +123,9 @@ typedef enum tp_alloc_flags {
                                    tp_op_adopt. Small requests that share a block: nothing */
     TP_ALLOC_SEEN = 1 << 1,   /* known to be a tensor */
     TP_ALLOC_UNKNOWN =
-        1 << 2 /* perhaps by an operator that began before the hook was armed, and goes
+        1 << 2, /* perhaps by an operator that began before the hook was armed, and goes
                                  on after this call */
+    TP_ALLOC_RERUN = 1 << 3 /* for what a rerun makes: no part of the program */
 } tp_alloc_flags;
 
 typedef struct tp_block_info {
@@ -143,10 +145,11 @@ typedef struct tp_access {
 } tp_access;
 
 /* One operator in progress on one thread. Zero-initialise; the fields are the core's, but for the
- * first two. */
+ * first three. */
 typedef struct tp_op {
     uint32_t name; /* tp_op_name; 0: it has none */
     bool backward; /* it is part of a backward pass */
+    bool rerun;    /* it makes dropped bytes again: no part of the program */
     tp_core *core;
     struct tp_op_pin *pins;
     uint32_t pin_count, pin_capacity;
@@ -193,7 +196,9 @@ typedef struct tp_stats {
     tp_tally fingerprints; /* asked of the device */
     tp_tally plans;        /* made for kinds of step; ns: the time it took */
     uint64_t planned_ops;  /* operators that began while a plan was followed */
-    tp_tally discards;     /* freed extents forgotten without a copy */
+    tp_gauge dropped; /* bytes of live storages that are to be made again; in no other gauge */
+    tp_tally drops, reruns; /* blocks whose bytes went, and came back */
+    tp_tally discards;      /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;
     uint64_t block_count, live_peak_count;
