@@ -145,11 +145,18 @@ typedef struct tp_access {
 } tp_access;
 
 /* One operator in progress on one thread. Zero-initialise; the fields are the core's, but for the
- * first three. */
+ * first four. */
 typedef struct tp_op {
     uint32_t name; /* tp_op_name; 0: it has none */
     bool backward; /* it is part of a backward pass */
     bool rerun;    /* it makes dropped bytes again: no part of the program */
+    /* It could be run again, by whoever sets this: it is a function of its operands alone, changes
+     * none of them, makes the same bytes each time, and allocates its results. Operators that it
+     * calls are part of it. */
+    bool recipe;
+    /* Answered by tp_op_begin: the plan that is followed drops something that this operator makes,
+     * or has it made again for something else. Never without tp_core_set_recompute. */
+    bool keep_recipe;
     tp_core *core;
     struct tp_op_pin *pins;
     uint32_t pin_count, pin_capacity;
@@ -160,6 +167,8 @@ typedef struct tp_op {
     uint32_t timer;               /* 1 + what times it (pager/timing.h); 0: nothing */
     uint64_t recorded_total,
         started_ns; /* operators recorded until it began; when it started */
+    uint32_t recorded_storages;
+    uint64_t recorded_turn; /* see tp_record_note_recipe */
 } tp_op;
 
 /* An opaque region: code on one thread whose kernels we cannot see. Zero-initialise; the fields are
