@@ -39,6 +39,12 @@ typedef struct tp_hooks {
     /* For the first time a write was found that nobody had announced, to the block at `addr`. On the
      * pager's thread, as above. */
     void (*unseen_write)(void *ctx, tp_addr addr, size_t bytes);
+    /* The plan that is followed drops the block at `addr`, which no operator uses now and which is
+     * used again later: whoever can make its bytes again may let it go with tp_drop, now or later, or
+     * leave it. By the time of the call another block may be there. On the thread of an operator that
+     * has ended or is about to begin, before anything is done for it; it may allocate, free and drop, but
+     * not what that operator uses, nor may it run operators. */
+    void (*drop)(void *ctx, tp_core *core, tp_addr addr);
     /* The other allocator that shares the budget (PyTorch's native one). Asks it never to hold more
      * than max(cap_bytes, what it holds now); returns the bound that is in force. */
     size_t (*foreign_cap)(void *ctx, size_t cap_bytes);
@@ -202,9 +208,10 @@ typedef struct tp_stats {
         unseen_writes; /* extents found to differ from their copy though no write was announced:
                                they were copied again */
     tp_tally unproven; /* CLEAN extents copied again because nothing proved them equal */
-    tp_tally fingerprints; /* asked of the device */
-    tp_tally plans;        /* made for kinds of step; ns: the time it took */
-    uint64_t planned_ops;  /* operators that began while a plan was followed */
+    tp_tally fingerprints;       /* asked of the device */
+    tp_tally plans;              /* made for kinds of step; ns: the time it took */
+    uint64_t planned_ops;        /* operators that began while a plan was followed */
+    uint64_t planned_drop_bytes; /* in one step, by the plan that was made last */
     tp_gauge dropped; /* bytes of live storages that are to be made again; in no other gauge */
     tp_tally drops, reruns; /* blocks whose bytes went, and came back */
     tp_tally discards;      /* freed extents forgotten without a copy */
