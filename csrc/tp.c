@@ -123,6 +123,15 @@ void tp_core_set_planning(tp_core *core, bool planning) {
     leave(pager);
 }
 
+void tp_core_set_recompute(tp_core *core, bool recompute) {
+    tp_pager *pager = enter(core);
+    const bool changes = pager->plans.recompute != recompute;
+    pager->plans.recompute = recompute;
+    if (!recompute) pager->executor.drop_count = 0;
+    if (changes) tp_plans_renew(pager);
+    leave(pager);
+}
+
 void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks) {
     tp_pager *pager = enter(core);
     pager->hooks = *hooks;
@@ -281,6 +290,18 @@ bool tp_block_visit(tp_core *core, void (*visit)(void *ctx, const tp_block_info 
 
 /* ---- operators --------------------------------------------------------------------------------- */
 
+/* Tells of blocks that the plan drops. `accesses`: of the operator that begins. Drops the lock. */
+static void tell_drops(tp_core *core, const tp_access *accesses, size_t count) {
+    tp_pager *pager = &core->pager;
+    tp_addr addrs[TP_DROPS_MAX];
+    const uint32_t taken = tp_executor_take_drops(pager, accesses, count, addrs);
+    const tp_hooks hooks = pager->hooks;
+    if (taken == 0 || hooks.drop == NULL) return;
+    leave(pager);
+    for (uint32_t i = 0; i < taken; i++) hooks.drop(hooks.ctx, core, addrs[i]);
+    (void)enter(core);
+}
+
 void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t count,
                  tp_stream stream) {
     op->core = core;
@@ -292,6 +313,8 @@ void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t cou
     pager->rerun_count += op->rerun;
     tp_learn_begin(pager, op, accesses, count, stream);
     if (op->record != 0) tp_executor_begin(pager);
+    op->keep_recipe = op->recipe && op->record != 0 && tp_executor_needs_recipe(pager);
+    if (pager->executor.drop_count > 0 && !op->rerun) tell_drops(core, accesses, count);
     tp_access_begin(pager, op, accesses, count, stream);
     tp_learn_started(pager, op);
     leave(pager);
@@ -319,6 +342,7 @@ void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *pa
         return;
     }
     tp_executor_launched(pager);
+    if (pager->executor.drop_count > 0 && !op->rerun) tell_drops(op->core, NULL, 0);
     tp_pager_catch_up(pager);
     leave(pager);
 }

@@ -63,6 +63,10 @@ TP_API TP_MUST_USE tp_status tp_core_set_offload(tp_core *core, bool offload, tp
 /* Whether plans are made and followed; they are, unless this says otherwise. Without them bytes move
  * on demand. */
 TP_API void tp_core_set_planning(tp_core *core, bool planning);
+/* Whether plans may drop blocks of operators with recipes (tp_op.recipe) and count on their being made
+ * again; they may not, unless this says so. Then the hook `drop` tells of them, and tp_op.keep_recipe
+ * says what may be asked for. Plans are made anew. */
+TP_API void tp_core_set_recompute(tp_core *core, bool recompute);
 TP_API void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks);
 /* Makes room in the budget for `bytes` more of the foreign allocator: gives up cached frames, then
  * evicts, then tells it through foreign_cap. *granted_cap_bytes: what it may hold now. May wait. */
@@ -105,15 +109,15 @@ TP_API bool tp_block_visit(tp_core *core, void (*visit)(void *ctx, const tp_bloc
 /* ---- operators ------------------------------------------------------------------------------- */
 
 /* An operator is about to be launched on `stream`: pins its operands, all at once, makes them
- * resident or leaves them in HOST when that cannot be, marks written ones dirty. May wait; never
- * fails and never waits without bound. */
+ * resident or leaves them in HOST when that cannot be, marks written ones dirty. Sets
+ * op->keep_recipe. May call the hook `drop`. May wait; never fails and never waits without bound. */
 TP_API void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t count,
                         tp_stream stream);
 /* A block allocated (with TP_ALLOC_PINNED) while `op` is the innermost one on its thread: it stays
  * pinned until that operator ends, and then until `parent` does. */
 TP_API void tp_op_adopt(tp_op *op, tp_addr addr);
 /* The operator has been launched: records last-use markers, unpins. `outputs` are marked as seen.
- * Blocks adopted pass to `parent` (nullable). Never waits. */
+ * Blocks adopted pass to `parent` (nullable). May call the hook `drop`. Never waits. */
 TP_API void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *parent);
 
 /* The operator has returned, but its work goes on, on threads and streams we know nothing of, until

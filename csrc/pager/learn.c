@@ -65,6 +65,8 @@ void tp_learn_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size_
     op->record = steps->record.number;
     op->recorded = steps->record.op_count - 1;
     op->recorded_total = steps->record.ops_before + steps->record.op_count;
+    op->recorded_storages = steps->record.storage_count;
+    op->recorded_turn = steps->record.turn;
     op->class_idx = tp_steps_op_ready(steps);
 }
 
@@ -81,6 +83,9 @@ void tp_learn_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t out
             if (block == NULL || block->slab) continue;
             tp_steps_result(&pager->steps, op->recorded, op->record, &block->identity);
         }
+        if (op->recipe && !op->detached)
+            tp_steps_note_recipe(&pager->steps, op->recorded, op->record, op->recorded_storages,
+                                 op->recorded_turn);
         tp_steps_op_end(&pager->steps, op->record);
     }
     op->record = 0;

@@ -9,7 +9,8 @@
  * optimizer's step ends with its last operator, so that two optimizers in a row are one step.
  *
  * Kinds: a step whose operators are of the same kinds in the same order as those of a remembered
- * one, on about as many bytes, is another run of it, and only refreshes its times. Any other is
+ * one, on about as many bytes, is another run of it, and only refreshes its times; and, once they
+ * have been others twice in a row, its recipes. Any other is
  * remembered in its own right. When there is no place left, one that has run only once goes
  * first: so an odd batch takes nothing away from the steps that come again and again.
  *
@@ -100,6 +101,9 @@ void tp_steps_operand(tp_steps *steps, tp_identity *identity, bool write);
 uint32_t tp_steps_op_ready(tp_steps *steps);
 /* `op`, `number`: of the record, when it began. */
 void tp_steps_result(tp_steps *steps, uint32_t op, uint64_t number, tp_identity *identity);
+/* As tp_record_note_recipe. */
+void tp_steps_note_recipe(tp_steps *steps, uint32_t op, uint64_t number, uint32_t storages,
+                          uint64_t turn);
 void tp_steps_op_end(tp_steps *steps, uint64_t number);
 void tp_steps_mark(tp_steps *steps, tp_step_mark mark);
 /* Ends the step that an optimizer has ended, without waiting for the next operator. */

@@ -138,6 +138,7 @@ def make_plan(
     budget_bytes: int,
     link_bytes_per_s: int,
     link_both_bytes_per_s: int,
+    no_keep: bool = False,
 ) -> tuple[bytes, int, int, int, int, int, int, int]:
     """Plan one step (csrc/pager/plan.h). The trace comes as columns in the machine's byte order.
 
