@@ -79,6 +79,12 @@ static void hook_first_paging(void *ctx) {
     if (callback != NULL) callback(((slot_state *)ctx)->slot);
 }
 
+static void hook_drop(void *ctx, tp_core *core, tp_addr addr) {
+    (void)ctx;
+    const tp_bind_operators *operators = atomic_load(&operators_part);
+    if (operators != NULL) operators->drop(core, addr);
+}
+
 /* Which block it was is in the statistics. */
 static void hook_unseen_write(void *ctx, tp_addr addr, size_t bytes) {
     (void)addr;
@@ -114,6 +120,7 @@ static tp_hooks compose(int slot) {
         .wait_end = hook_wait_end,
         .collect = hook_collect,
         .arm = hook_arm,
+        .drop = hook_drop,
         .first_paging = hook_first_paging,
         .unseen_write = hook_unseen_write,
     };

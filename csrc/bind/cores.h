@@ -37,6 +37,7 @@ typedef struct tp_bind_operators {
     void (*settle)(void);
     void (*forget)(tp_core *core); /* it is about to be destroyed. Without the GIL */
     void (*freed)(tp_addr addr);   /* before every tp_free */
+    void (*drop)(tp_core *core, tp_addr addr); /* tp_hooks.drop */
 } tp_bind_operators;
 
 /* The framework's own allocator on a device, which shares the core's budget (tp_hooks). */

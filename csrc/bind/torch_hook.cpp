@@ -366,6 +366,7 @@ struct Frame {
     uint32_t name = 0;              /* as in tp_op */
     bool backward = false;          /* likewise */
     bool rerun = false;             /* likewise */
+    bool may_rerun = false;         /* likewise: tp_op.recipe */
     std::shared_ptr<Recipe> recipe; /* of the operator; null: it has none */
     std::vector<tp_addr> born;      /* with a recipe: the blocks allocated in it */
     std::atomic<bool> ended{false};
@@ -529,7 +530,7 @@ Frame *Thread::push() {
     frame->id = pthread_self();
     frame->ended.store(false, std::memory_order_relaxed);
     frame->name = 0;
-    frame->rerun = false;
+    frame->rerun = frame->may_rerun = false;
     frame->backward = torch::autograd::get_current_graph_task_id() >= 0;
     frame->outer = top();
     top_ = frame;
@@ -818,6 +819,7 @@ CoreOp *find_or_begin(Frame *frame, tp_core *core, tp_stream stream) {
         op->op.name = frame->name;
         op->op.backward = frame->backward;
         op->op.rerun = frame->rerun;
+        op->op.recipe = false;
         tp_op_begin(core, &op->op, nullptr, 0, stream);
     }
     return op;
@@ -839,6 +841,7 @@ void begin_core(Thread *thread, Frame *frame, size_t start) {
     op->op.name = frame->name;
     op->op.backward = frame->backward;
     op->op.rerun = frame->rerun;
+    op->op.recipe = frame->may_rerun;
     tp_op_begin(head.core, &op->op, thread->accesses.data(), thread->accesses.size(), stream);
 }
 
@@ -993,15 +996,24 @@ FrameContext::~FrameContext() {
     if (current != nullptr && frame->thread == current) current->recycle(frame);
 }
 
-/* The operator's recipe, if it is to have one: not inside of another one that has. */
-void capture(Thread *thread, Frame *frame, const OperatorUse &use,
-             const at::RecordFunction &fn) {
-    if (!use.rerun.possible || thread->region_count > 0) return;
+/* Whether the operator has a recipe: if so, no operator inside of it needs one. */
+bool may_rerun(const Thread *thread, const Frame *frame, const OperatorUse &use,
+               const at::RecordFunction &fn) {
+    if (!use.rerun.possible || thread->region_count > 0) return false;
     for (const Frame *outer = frame->outer; outer != nullptr; outer = outer->outer) {
-        if (outer->recipe != nullptr || outer->rerun) return;
+        if (outer->may_rerun || outer->rerun) return false;
     }
+    return recompute_may_rerun(use.rerun, fn.inputs());
+}
+
+void capture(Frame *frame, const OperatorUse &use, const at::RecordFunction &fn) {
+    bool wanted = recompute_mode() == kRecomputeForced;
+    for (const CoreOp *op = &frame->first; op != nullptr; op = op->next.get()) {
+        wanted = wanted || (op->core != nullptr && op->op.keep_recipe);
+    }
+    if (!wanted) return;
     frame->born.clear();
-    frame->recipe = recompute_capture(*use.op, use.rerun, fn.inputs());
+    frame->recipe = recompute_capture(*use.op, fn.inputs());
 }
 
 /* An operator that makes views: their storage may have a recipe. */
@@ -1027,8 +1039,11 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
         frame->waited_for = use.waited_for;
         frame->name = use.name;
         context.reset(new (frame) FrameContext(frame));
+        if (C10_UNLIKELY(recompute_mode() != kRecomputeOff)) {
+            frame->may_rerun = may_rerun(thread, frame, use, fn);
+        }
         for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
-        if (C10_UNLIKELY(recompute_mode() != kRecomputeOff)) capture(thread, frame, use, fn);
+        if (C10_UNLIKELY(frame->may_rerun)) capture(frame, use, fn);
     }
     if (C10_UNLIKELY(use.exports)) {
         for (const Operand &operand : thread->operands) {
@@ -1269,8 +1284,8 @@ void freed(tp_addr addr) {
     if (recompute_tracks()) recompute_freed(addr);
 }
 
-const tp_bind_operators operators_part = {allocating, on_alloc,           on_arm,
-                                          settle,     collectives_forget, freed};
+const tp_bind_operators operators_part = {allocating,         on_alloc, on_arm,        settle,
+                                          collectives_forget, freed,    recompute_drop};
 
 } // namespace
 

@@ -128,6 +128,7 @@ Rerunnable rerunnable(const c10::OperatorHandle &op) {
         use.dropout = *dropout;
     }
     use.possible = true;
+    use.arguments = schema.arguments().size();
     use.autocast_cuda = op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA);
     use.autocast_cpu = op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU);
     use.convolution = std::strstr(name, "conv") != nullptr;
@@ -230,6 +231,7 @@ struct Registry {
     std::unordered_map<const c10::StorageImpl *, std::vector<Made *>> dependents;
     std::unordered_set<Dropped *> dropped;
     std::vector<Pending> pending;
+    std::atomic<bool> has_pending{false};
     std::unordered_map<uint64_t, bool> kinds; /* true: tried, and the same bits */
     RecomputeCounts counts{};
 };
@@ -528,21 +530,24 @@ c10::Device device_of(c10::ArrayRef<const c10::IValue> inputs, size_t start) {
 
 } // namespace
 
-std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op, const Rerunnable &use,
-                                          c10::ArrayRef<const c10::IValue> inputs) {
-    if (rerunning || disabled.load() || !use.possible || !is_below_autocast(use) ||
-        !is_plain_thread()) {
-        return nullptr;
+bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs) {
+    if (rerunning || disabled.load(std::memory_order_relaxed) ||
+        inputs.size() < use.arguments || !is_below_autocast(use) || !is_plain_thread()) {
+        return false;
     }
+    /* The plans of convolutions that are measured are a thread's own. */
+    if (use.convolution && at::globalContext().benchmarkCuDNN()) return false;
+    if (use.dropout < 0) return true;
+    const size_t start = inputs.size() - use.arguments;
+    const c10::IValue &dropout = inputs[start + static_cast<size_t>(use.dropout)];
+    return dropout.isDouble() && dropout.toDouble() == 0.0;
+}
+
+std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op,
+                                          c10::ArrayRef<const c10::IValue> inputs) {
     const size_t count = op.schema().arguments().size();
-    if (inputs.size() < count) return nullptr;
     const size_t start = inputs.size() - count;
     const Numerics numerics = Numerics::now();
-    if (use.convolution && numerics.benchmark) return nullptr; /* its plans are a thread's */
-    if (use.dropout >= 0) {
-        const c10::IValue &dropout = inputs[start + static_cast<size_t>(use.dropout)];
-        if (!dropout.isDouble() || dropout.toDouble() != 0.0) return nullptr;
-    }
     const c10::Device device = device_of(inputs, start);
     auto recipe = std::make_shared<Recipe>(op, numerics, current_stream(device));
     recipe->kind = mixed(reinterpret_cast<uintptr_t>(op.schema().name().c_str()),
@@ -980,30 +985,29 @@ Drop try_drop(const std::shared_ptr<Made> &made) {
 /* Those that are due, but what is used now. */
 void try_pending(const std::vector<Touch> &touches) {
     Registry &r = registry();
-    std::vector<Pending> due;
+    const bool forced = mode.load(std::memory_order_relaxed) == kRecomputeForced;
+    if (!forced && !r.has_pending.load(std::memory_order_relaxed)) return;
+    std::vector<Pending> due, later;
     {
         const Guard guard(r.mutex);
-        if (mode.load() == kRecomputeForced) {
-            for (const auto &entry : r.live) due.push_back({entry.second, 0});
-        } else {
-            due.swap(r.pending);
+        due.swap(r.pending);
+        for (const auto &entry : r.live) {
+            if (forced) due.push_back({entry.second, 0});
         }
     }
-    std::vector<Pending> later;
     for (Pending &each : due) {
         const auto made = each.made.lock();
         if (made == nullptr || made->addr == 0) continue;
-        const auto uses = [&made](const Touch &touch) {
+        const bool busy = std::any_of(touches.begin(), touches.end(), [&](const Touch &touch) {
             return addr_of_storage(touch.storage) == made->addr;
-        };
-        const bool busy = std::any_of(touches.begin(), touches.end(), uses);
+        });
         if (busy || try_drop(made) == Drop::LATER) later.push_back({made, each.tries - 1});
     }
-    if (mode.load() == kRecomputeForced) return;
     const Guard guard(r.mutex);
     for (Pending &each : later) {
         if (each.tries > 0) r.pending.push_back(std::move(each));
     }
+    r.has_pending.store(!r.pending.empty(), std::memory_order_relaxed);
 }
 
 /* ---- before others use, or write -------------------------------------------------------------- */
@@ -1038,8 +1042,10 @@ void before_write(c10::StorageImpl *storage) {
 }
 
 bool bring_back_touched(const std::vector<Touch> &touches) {
-    bool changed = false;
+    bool changed = false, writes = false;
     for (const Touch &touch : touches) {
+        writes = writes || touch.write;
+        if (C10_LIKELY(addr_of_storage(touch.storage) != 0)) continue;
         std::shared_ptr<Made> made;
         {
             const Guard guard(registry().mutex);
@@ -1051,7 +1057,7 @@ bool bring_back_touched(const std::vector<Touch> &touches) {
         changed = true;
     }
     for (const Touch &touch : touches) {
-        if (touch.write) before_write(touch.storage);
+        if (writes && touch.write) before_write(touch.storage);
     }
     return changed;
 }
@@ -1105,16 +1111,11 @@ RecomputeHold::~RecomputeHold() {
 void recompute_drop(tp_core *core, tp_addr addr) {
     try {
         Registry &r = registry();
-        std::shared_ptr<Made> made;
-        {
-            const Guard guard(r.mutex);
-            const auto found = r.live.find(addr);
-            if (found == r.live.end() || found->second->core != core) return;
-            made = found->second;
-        }
-        if (try_drop(made) != Drop::LATER) return;
         const Guard guard(r.mutex);
-        r.pending.push_back({made, kTries});
+        const auto found = r.live.find(addr);
+        if (found == r.live.end() || found->second->core != core) return;
+        r.pending.push_back({found->second, kTries});
+        r.has_pending.store(true, std::memory_order_relaxed);
     } catch (const std::bad_alloc &) {
         return; /* it stays */
     }

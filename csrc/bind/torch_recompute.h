@@ -29,7 +29,8 @@ namespace torchpager {
 struct Rerunnable {
     bool possible = false;
     bool autocast_cuda = false, autocast_cpu = false; /* it has a kernel for autocast */
-    int dropout = -1;                                 /* the argument that has to be 0 */
+    size_t arguments = 0;
+    int dropout = -1; /* the argument that has to be 0 */
     bool convolution = false;
 };
 Rerunnable rerunnable(const c10::OperatorHandle &op);
@@ -60,8 +61,10 @@ inline bool recompute_tracks() {
     return recompute_tracked.load(std::memory_order_relaxed) != 0;
 }
 
-/* The recipe of an operator that begins now; null: it has none. May throw bad_alloc. */
-std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op, const Rerunnable &use,
+/* Whether an operator that begins now may run again. */
+bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs);
+/* Its recipe; null: it has none. May throw bad_alloc. */
+std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op,
                                           c10::ArrayRef<const c10::IValue> inputs);
 /* It has ended with `outputs`. Those of its storages that lie at one of `born` have a recipe
  * now. May throw bad_alloc. */
@@ -91,7 +94,7 @@ class RecomputeHold {
   private:
     bool counted_;
 };
-/* The plan says so: as soon as it may be. */
+/* The plan says so: before one of the next operators, as soon as it may be. Runs nothing. */
 void recompute_drop(tp_core *core, tp_addr addr);
 /* A block is freed. */
 void recompute_freed(tp_addr addr);

@@ -50,6 +50,8 @@ typedef struct tp_device_caps {
     bool shared_frames;  /* one frame at two addresses at once */
     bool context_marker; /* event_record_context works */
     bool fingerprints;   /* fingerprint works */
+    uint64_t link_bytes_per_s, link_both_bytes_per_s; /* copies one way, and both ways together; 0:
+                                                         not known */
     bool virtual_clock;  /* clock_ns and clock_advance work, and time passes in no other way */
     const char
         *no_fingerprints; /* why it does not: static, or as long as the device; "" if it does */

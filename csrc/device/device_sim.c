@@ -1499,7 +1499,9 @@ static tp_status files_open(sim_device *sim, tp_error *error) {
 static void device_describe(sim_device *sim, const tp_sim_options *options) {
     sim->options = *options;
     if (options->link_bytes_per_s == 0) sim->options.link_bytes_per_s = 55000000000u;
-    if (options->duplex_bytes_per_s == 0) sim->options.duplex_bytes_per_s = 101000000000u;
+    if (options->duplex_bytes_per_s == 0) {
+        sim->options.duplex_bytes_per_s = sim->options.link_bytes_per_s / 55 * 101;
+    }
     if (options->fingerprint_bytes_per_s == 0) {
         sim->options.fingerprint_bytes_per_s = 2000000000000u;
     }
@@ -1507,6 +1509,8 @@ static void device_describe(sim_device *sim, const tp_sim_options *options) {
     sim->treap_state = 1;
     sim->base.ops = &sim_ops;
     sim->base.caps = (tp_device_caps){
+        .link_bytes_per_s = sim->options.link_bytes_per_s,
+        .link_both_bytes_per_s = sim->options.duplex_bytes_per_s,
         .name = "sim",
         .granularity_bytes = options->granularity_bytes,
         .total_bytes = options->device_bytes,

@@ -64,6 +64,11 @@ static bool draft_make(const tp_pager *pager, const tp_step *step, draft *out) {
     *out = (draft){.trace = step->trace, .blocks = blocks};
     out->trace.blocks = blocks;
     tp_plan_config_init(&out->config, tp_sub_floor(cap - cap / SPARE_SHARE, fixed));
+    const tp_device_caps *caps = &pager->dev->caps;
+    if (caps->link_bytes_per_s != 0) {
+        out->config.link_bytes_per_s = caps->link_bytes_per_s;
+        out->config.link_both_bytes_per_s = caps->link_both_bytes_per_s;
+    }
     out->config.granularity_bytes = pager->space.granularity_bytes;
     out->config.extent_max_bytes = pager->space.extent_max_bytes;
     out->config.large_min_bytes = 1; /* whatever has extents can move */
