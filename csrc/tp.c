@@ -196,16 +196,17 @@ void tp_free(tp_core *core, tp_addr addr) {
     leave(pager);
 }
 
-tp_status tp_drop(tp_core *core, tp_addr addr, tp_dropped **out, tp_error *error) {
+tp_status tp_drop(tp_core *core, tp_addr addr, tp_stream stream, tp_dropped **out,
+                  tp_error *error) {
     tp_pager *pager = enter(core);
-    const tp_status status = tp_block_drop(pager, addr, out, error);
+    const tp_status status = tp_block_drop(pager, addr, stream, out, error);
     leave(pager);
     return status;
 }
 
-void tp_bring_back(tp_core *core, tp_dropped *dropped, tp_addr addr) {
+void tp_bring_back(tp_core *core, tp_dropped *dropped, tp_addr addr, tp_stream stream) {
     tp_pager *pager = enter(core);
-    tp_block_bring_back(pager, dropped, addr);
+    tp_block_bring_back(pager, dropped, addr, stream);
     leave(pager);
 }
 
@@ -341,6 +342,7 @@ void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *pa
         tp_lock_drop(&pager->lock);
         return;
     }
+    if (pager->verify.check_count > 0) tp_verify_poll(pager);
     tp_executor_launched(pager);
     if (pager->executor.drop_count > 0 && !op->rerun) tell_drops(op->core, NULL, 0);
     tp_pager_catch_up(pager);
@@ -403,6 +405,7 @@ uint64_t tp_use_clock(tp_core *core) {
 
 void tp_mark_step(tp_core *core, tp_step_mark mark) {
     tp_pager *pager = enter(core);
+    tp_verify_poll(pager);
     tp_steps_mark(&pager->steps, mark);
     tp_pager_wake(pager);
     leave(pager);
@@ -549,6 +552,7 @@ tp_status tp_core_check(tp_core *core, tp_error *error) {
 
 void tp_core_stats(tp_core *core, tp_stats *out) {
     tp_pager *pager = enter(core);
+    tp_verify_poll(pager);
     *out = pager->stats;
     out->device_budget = pager->budget.limit_bytes;
     out->host_budget = pager->budget.host_limit_bytes;

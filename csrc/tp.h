@@ -90,13 +90,14 @@ TP_API void tp_record_stream(tp_core *core, tp_addr addr, tp_stream stream);
 /* True if `addr` lies in an address range of ours. Takes no lock; a few loads. */
 TP_API bool tp_owns(const tp_core *core, tp_addr addr);
 
-/* The bytes of the block that begins at `addr` can be made again, and go: the block is freed, with
- * *out to stand for its storage. TP_BUSY: it is in use, immovable or not known to be a tensor, or an
+/* The bytes of the block that begins at `addr` can be made again, and go: the block, used last on
+ * `stream`, is freed, with *out to stand for its storage. TP_BUSY: it is in use, immovable or not known to be a tensor, or an
  * opaque region is open. TP_NO_HOST_MEMORY: no room could be kept for it. Never waits. */
-TP_API TP_MUST_USE tp_status tp_drop(tp_core *core, tp_addr addr, tp_dropped **out,
-                                     tp_error *error);
-/* They are back, in the block at `addr`, made with TP_ALLOC_RERUN. Frees `dropped`. */
-TP_API void tp_bring_back(tp_core *core, tp_dropped *dropped, tp_addr addr);
+TP_API TP_MUST_USE tp_status tp_drop(tp_core *core, tp_addr addr, tp_stream stream,
+                                     tp_dropped **out, tp_error *error);
+/* They are back, in the block at `addr`, made with TP_ALLOC_RERUN, on `stream`. Frees `dropped`. When
+ * they turn out to be other bytes the core fails with TP_NOT_THE_SAME. */
+TP_API void tp_bring_back(tp_core *core, tp_dropped *dropped, tp_addr addr, tp_stream stream);
 /* The storage is gone. Frees `dropped`. */
 TP_API void tp_drop_end(tp_core *core, tp_dropped *dropped);
 

@@ -38,6 +38,11 @@ bool tp_bind_holds_gil(void) {
     return state != NULL && state == current_thread_state();
 }
 
+void tp_bind_bring_back(tp_core *core) {
+    const tp_bind_operators *operators = atomic_load(&operators_part);
+    if (operators != NULL) operators->bring_back(core);
+}
+
 void tp_bind_settle(void) {
     const tp_bind_operators *operators = atomic_load(&operators_part);
     if (operators != NULL) operators->settle();

@@ -38,6 +38,7 @@ typedef struct tp_bind_operators {
     void (*forget)(tp_core *core); /* it is about to be destroyed. Without the GIL */
     void (*freed)(tp_addr addr);   /* before every tp_free */
     void (*drop)(tp_core *core, tp_addr addr); /* tp_hooks.drop */
+    void (*bring_back)(tp_core *core);         /* all that is dropped */
 } tp_bind_operators;
 
 /* The framework's own allocator on a device, which shares the core's budget (tp_hooks). */
@@ -75,6 +76,9 @@ TP_API TP_MUST_USE tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_strea
 
 /* tp_free for a door. */
 TP_API void tp_bind_free(tp_core *core, tp_addr addr);
+
+/* Everything that is dropped comes back; before a capture, on its stream. May wait. */
+TP_API void tp_bind_bring_back(tp_core *core);
 
 /* tp_bind_operators.settle, if there is a hook. */
 void tp_bind_settle(void);

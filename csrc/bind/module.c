@@ -188,10 +188,9 @@ static int slot_of(const tp_core *core) {
 /* ---- life -------------------------------------------------------------------------------- */
 
 static PyObject *core_sim_open(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {
-        "device_bytes",       "granularity", "large_min", "extent_max", "strict",
-        "page_out_before_op", "seed",        "poison",    "readonly",   "link_bytes_per_s",
-        NULL};
+    static char *names[] = {"device_bytes", "granularity",        "large_min", "extent_max",
+                            "strict",       "page_out_before_op", "seed",      "poison",
+                            "readonly",     "link_bytes_per_s",   NULL};
     Py_ssize_t device_bytes = 0, granularity = 0, large_min = 0, extent_max = 0;
     unsigned long long seed = 0, link = 0;
     int strict = 0, page_out = 0, poison = 1, readonly = 0;
@@ -671,6 +670,9 @@ static int put_tallies(PyObject *dict, const tp_stats *stats) {
 
 static int put_counts(PyObject *dict, const tp_stats *stats) {
     int bad = put_u64(dict, "alloc_count", stats->alloc_count);
+    bad |= put_u64(dict, "planned_drop_bytes", stats->planned_drop_bytes);
+    bad |= put_u64(dict, "wrong_reruns", stats->wrong_reruns);
+    bad |= put_u64(dict, "unverified_reruns", stats->unverified_reruns);
     bad |= put_u64(dict, "free_count", stats->free_count);
     bad |= put_u64(dict, "cache_hits", stats->cache_hits);
     bad |= put_u64(dict, "born_in_host", stats->born_in_host);

@@ -339,6 +339,7 @@ void capture_begin() {
     for (int device = 0; device < kDevices; device++) {
         tp_core *core = tp_core_at(device);
         if (core == nullptr) continue;
+        tp_bind_bring_back(core);
         widen_for_capture(core, device);
         tp_capture_begin(core);
         told.push_back(core);

@@ -1284,8 +1284,13 @@ void freed(tp_addr addr) {
     if (recompute_tracks()) recompute_freed(addr);
 }
 
-const tp_bind_operators operators_part = {allocating,         on_alloc, on_arm,        settle,
-                                          collectives_forget, freed,    recompute_drop};
+void bring_all_back(tp_core *core) {
+    if (recompute_tracks()) (void)recompute_bring_all_back(core);
+}
+
+const tp_bind_operators operators_part = {allocating,     on_alloc,           on_arm,
+                                          settle,         collectives_forget, freed,
+                                          recompute_drop, bring_all_back};
 
 } // namespace
 

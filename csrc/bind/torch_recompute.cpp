@@ -276,6 +276,13 @@ void count_tracked(Registry &r) {
                             std::memory_order_relaxed);
 }
 
+/* What the calling thread launches on. */
+tp_stream stream_for(const c10::StorageImpl *storage) {
+    const c10::Device device = storage->device();
+    return tp_bind_current_stream(device.is_cuda() ? device.index()
+                                                   : static_cast<int>(TP_SLOT_SIM));
+}
+
 /* ---- a storage without bytes --------------------------------------------------------------- */
 
 void forget_dependents(Registry &r, const Dropped *dropped) {
@@ -782,7 +789,7 @@ void take_over(const std::shared_ptr<Made> &made, const at::Tensor &tensor) {
     r.dropped.erase(dropped);
     give_pointer(storage.get(), std::move(data));
     if (tp_core_owning(addr) == made->core) {
-        tp_bring_back(made->core, dropped->token, addr);
+        tp_bring_back(made->core, dropped->token, addr, stream_for(storage.get()));
     } else {
         tp_drop_end(made->core, dropped->token); /* somewhere else, with other owners */
     }
@@ -930,7 +937,8 @@ Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *
                             "again, and code that it does not see has asked for them: "
                             "torchpager.pin() keeps a tensor as it is");
     tp_error error{};
-    const tp_status status = tp_drop(made->core, made->addr, &dropped->token, &error);
+    const tp_status status =
+        tp_drop(made->core, made->addr, stream_for(storage), &dropped->token, &error);
     if (status != TP_OK) {
         give_pointer(storage, std::move(data));
         return status == TP_BUSY ? Drop::LATER : Drop::NEVER;

@@ -292,6 +292,7 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     block->ahead = false;
     block->stamp = block->written = ++pager->use_clock;
     block->evicted_count = 0;
+    block->remade = (tp_marker){0, 0};
     block->life = TP_BLOCK_LIVE;
     tp_list_push_back(&pager->live, &block->lru);
     tp_block_count(pager, block, true);

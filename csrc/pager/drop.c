@@ -8,6 +8,7 @@
 #include "pager/alloc.h"
 #include "pager/extent.h"
 #include "pager/learn.h"
+#include "pager/verify.h"
 
 size_t tp_drop_reserve(const tp_pager *pager) {
     return pager->rerun_count > 0 ? 0 : pager->stats.dropped.current;
@@ -29,7 +30,8 @@ static bool room_for(const tp_pager *pager, size_t bytes) {
     return tp_sub_floor(limit, taken) >= pager->stats.dropped.current + bytes;
 }
 
-tp_status tp_block_drop(tp_pager *pager, tp_addr addr, tp_dropped **out, tp_error *error) {
+tp_status tp_block_drop(tp_pager *pager, tp_addr addr, tp_stream stream, tp_dropped **out,
+                        tp_error *error) {
     tp_block *block = tp_block_live(pager, addr);
     if (block == NULL || block->addr != addr) {
         return tp_error_set(error, TP_INVALID, "no block begins at %#llx",
@@ -50,6 +52,7 @@ tp_status tp_block_drop(tp_pager *pager, tp_addr addr, tp_dropped **out, tp_erro
     tp_list_push_back(&pager->dropped, &dropped->link);
     tp_gauge_add(&pager->stats.dropped, dropped->bytes);
     tp_tally_add(&pager->stats.drops, dropped->bytes, 0);
+    tp_verify_dropped(pager, block, stream, &dropped->print);
     tp_block_free(pager, block);
     *out = dropped;
     return TP_OK;
@@ -69,7 +72,7 @@ static void forget(tp_pager *pager, tp_dropped *dropped) {
     free(dropped);
 }
 
-void tp_block_bring_back(tp_pager *pager, tp_dropped *dropped, tp_addr addr) {
+void tp_block_bring_back(tp_pager *pager, tp_dropped *dropped, tp_addr addr, tp_stream stream) {
     tp_block *block = tp_block_live(pager, addr);
     TP_ASSERT(block != NULL && block->addr == addr);
     if (block == NULL) {
@@ -79,10 +82,17 @@ void tp_block_bring_back(tp_pager *pager, tp_dropped *dropped, tp_addr addr) {
     tp_learn_moved(pager, &dropped->identity, &block->identity, false);
     block->seen = block->tensor = true;
     tp_tally_add(&pager->stats.reruns, dropped->bytes, 0);
+    /* Whoever was ordered behind who made the bytes first is not ordered behind this. */
+    if (tp_marker_record(&pager->markers, stream, &block->remade, NULL) != TP_OK) {
+        tp_pager_fail(pager, TP_DEVICE_ERROR);
+    }
+    tp_verify_back(pager, block, stream, &dropped->print);
+    tp_verify_poll(pager);
     forget(pager, dropped);
 }
 
 void tp_dropped_end(tp_pager *pager, tp_dropped *dropped) {
     tp_learn_gone(pager, &dropped->identity);
+    tp_verify_forget(pager, &dropped->print);
     forget(pager, dropped);
 }

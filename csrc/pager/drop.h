@@ -19,15 +19,17 @@
 struct tp_dropped {
     tp_identity identity; /* of the storage, in the recorder */
     size_t requested_bytes, bytes;
-    tp_link link; /* in tp_pager.dropped */
+    tp_print print; /* of its bytes */
+    tp_link link;   /* in tp_pager.dropped */
 };
 
-/* Frees the block that begins at `addr`. TP_BUSY: it is in use, immovable or no tensor, or an
+/* Frees the block that begins at `addr`, used last on `stream`. TP_BUSY: it is in use, immovable or no tensor, or an
  * opaque region is open. TP_NO_HOST_MEMORY: no room could be kept. */
-TP_MUST_USE tp_status tp_block_drop(tp_pager *pager, tp_addr addr, tp_dropped **out,
-                                    tp_error *error);
-/* The bytes are back, in the block at `addr`, which nobody has been told of. Frees `dropped`. */
-void tp_block_bring_back(tp_pager *pager, tp_dropped *dropped, tp_addr addr);
+TP_MUST_USE tp_status tp_block_drop(tp_pager *pager, tp_addr addr, tp_stream stream,
+                                    tp_dropped **out, tp_error *error);
+/* The bytes are back, in the block at `addr`, which nobody has been told of; `stream` made them. Frees
+ * `dropped`. */
+void tp_block_bring_back(tp_pager *pager, tp_dropped *dropped, tp_addr addr, tp_stream stream);
 /* The storage is gone. Frees `dropped`. */
 void tp_dropped_end(tp_pager *pager, tp_dropped *dropped);
 

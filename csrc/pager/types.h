@@ -213,6 +213,8 @@ typedef struct tp_stats {
     uint64_t planned_ops;        /* operators that began while a plan was followed */
     uint64_t planned_drop_bytes; /* in one step, by the plan that was made last */
     tp_gauge dropped; /* bytes of live storages that are to be made again; in no other gauge */
+    uint64_t wrong_reruns,
+        unverified_reruns;  /* what came back was something else; not compared */
     tp_tally drops, reruns; /* blocks whose bytes went, and came back */
     tp_tally discards;      /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;

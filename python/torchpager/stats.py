@@ -88,6 +88,12 @@ class Stats:
     """Tensors made in HOST because the device had no room."""
     planned_ops: int = 0
     """Operators that began while a plan was carried out."""
+    planned_drop_bytes: int = 0
+    """What the last plan that was made gives up in one step, to make it again."""
+    unverified_reruns: int = 0
+    """Bytes made again that could not be compared with what they had been."""
+    wrong_reruns: int = 0
+    """Bytes made again that were not the same: the next allocation raises."""
     ooms: int = 0
     """Allocations that failed."""
     optimizer_chunks: int = 0

@@ -34,7 +34,7 @@ TEST(dropped_block_is_free_and_comes_back_elsewhere) {
     rig_open(&r, &(rig_options){0});
     const tp_addr addr = made(&r, 7);
     tp_dropped *dropped = NULL;
-    EXPECT_OK(tp_drop(r.core, addr, &dropped, &test_error));
+    EXPECT_OK(tp_drop(r.core, addr, r.streams[0], &dropped, &test_error));
     tp_stats stats = rig_stats(&r);
     EXPECT_EQ(stats.dropped.current, BLOCK);
     EXPECT_EQ(stats.resident.current, 0);
@@ -42,7 +42,7 @@ TEST(dropped_block_is_free_and_comes_back_elsewhere) {
     EXPECT_EQ(stats.drops.count, 1);
     const tp_addr other = made(&r, 9); /* in its memory */
     const tp_addr back = rerun(&r, BLOCK, 7);
-    tp_bring_back(r.core, dropped, back);
+    tp_bring_back(r.core, dropped, back, r.streams[0]);
     rig_op(&r, 0, back, BLOCK, 7, false);
     rig_op(&r, 0, other, BLOCK, 9, false);
     stats = rig_stats(&r);
@@ -59,8 +59,8 @@ TEST(storage_that_ends_while_it_is_dropped_leaves_nothing) {
     rig r;
     rig_open(&r, &(rig_options){0});
     tp_dropped *dropped = NULL, *left = NULL;
-    EXPECT_OK(tp_drop(r.core, made(&r, 1), &dropped, &test_error));
-    EXPECT_OK(tp_drop(r.core, made(&r, 2), &left, &test_error));
+    EXPECT_OK(tp_drop(r.core, made(&r, 1), r.streams[0], &dropped, &test_error));
+    EXPECT_OK(tp_drop(r.core, made(&r, 2), r.streams[0], &left, &test_error));
     tp_drop_end(r.core, dropped);
     EXPECT_EQ(rig_stats(&r).dropped.current, BLOCK);
     EXPECT_OK(tp_core_check(r.core, &test_error));
@@ -71,7 +71,7 @@ TEST(storage_that_ends_while_it_is_dropped_leaves_nothing) {
 static tp_dropped *drop_soon(rig *r, tp_addr addr) {
     tp_dropped *dropped = NULL;
     for (int i = 0; i < 1000; i++) {
-        const tp_status status = tp_drop(r->core, addr, &dropped, &test_error);
+        const tp_status status = tp_drop(r->core, addr, r->streams[0], &dropped, &test_error);
         if (status == TP_OK) return dropped;
         MUST(status == TP_BUSY);
         (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
@@ -82,7 +82,7 @@ static tp_dropped *drop_soon(rig *r, tp_addr addr) {
 
 static tp_status try_drop(rig *r, tp_addr addr) {
     tp_dropped *dropped = NULL;
-    const tp_status status = tp_drop(r->core, addr, &dropped, &test_error);
+    const tp_status status = tp_drop(r->core, addr, r->streams[0], &dropped, &test_error);
     if (status == TP_OK) tp_drop_end(r->core, dropped);
     return status;
 }
@@ -132,13 +132,69 @@ TEST(room_is_kept_for_what_is_dropped) {
                   TP_NO_HOST_MEMORY);
     EXPECT_EQ(try_drop(&r, blocks[1]), TP_NO_HOST_MEMORY);
     const tp_addr back = rerun(&r, BLOCK, 10);
-    tp_bring_back(r.core, dropped, back);
+    tp_bring_back(r.core, dropped, back, r.streams[0]);
     rig_op(&r, 0, back, BLOCK, 10, false);
     rig_op(&r, 0, blocks[0], BLOCK, 20, false);
     rig_op(&r, 0, blocks[1], BLOCK, 11, false);
     rig_op(&r, 0, blocks[2], BLOCK, 12, false);
     rig_op(&r, 0, blocks[3], BLOCK, 21, false);
     rig_drain(&r);
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+}
+
+/* What comes back is compared when the device has computed both fingerprints. */
+static tp_status come_back_as(uint64_t value, uint64_t *wrong) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    const tp_addr addr = made(&r, 7);
+    tp_dropped *dropped = NULL;
+    EXPECT_OK(tp_drop(r.core, addr, r.streams[0], &dropped, &test_error));
+    const tp_addr other = made(&r, 9);
+    const tp_addr back = rerun(&r, BLOCK, value);
+    tp_bring_back(r.core, dropped, back, r.streams[0]);
+    rig_drain(&r);
+    rig_op(&r, 0, other, BLOCK, 9, false); /* where somebody looks */
+    rig_drain(&r);
+    const tp_stats stats = rig_stats(&r);
+    EXPECT_EQ(stats.unverified_reruns, 0);
+    *wrong = stats.wrong_reruns;
+    tp_addr next = 0;
+    const tp_status status = tp_alloc(r.core, BLOCK, r.streams[0], 0, &next, NULL, &test_error);
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+    return status;
+}
+
+TEST(bytes_that_come_back_as_others_stop_everything) {
+    uint64_t wrong = 0;
+    EXPECT_EQ(come_back_as(7, &wrong), TP_OK);
+    EXPECT_EQ(wrong, 0);
+    EXPECT_EQ(come_back_as(8, &wrong), TP_FAILED);
+    EXPECT_EQ(wrong, 1);
+}
+
+/* More of them than places for fingerprints. */
+TEST(drops_without_a_place_for_their_fingerprint_are_counted) {
+    enum { MANY = TP_VERIFY_PLACES + 20, SMALL = RIG_GRANULE };
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    tp_dropped *dropped[MANY];
+    for (uint64_t i = 0; i < MANY; i++) {
+        const tp_addr addr = rig_alloc(&r, SMALL, 0);
+        rig_op(&r, 0, addr, SMALL, i + 1, true);
+        EXPECT_OK(tp_drop(r.core, addr, r.streams[0], &dropped[i], &test_error));
+    }
+    for (uint64_t i = 0; i < MANY; i++) {
+        const tp_addr back = rerun(&r, SMALL, i + 1);
+        tp_bring_back(r.core, dropped[i], back, r.streams[0]);
+        rig_op(&r, 0, back, SMALL, i + 1, false);
+        tp_free(r.core, back);
+    }
+    rig_drain(&r);
+    const tp_stats stats = rig_stats(&r);
+    EXPECT(stats.unverified_reruns >= 20 && stats.unverified_reruns < MANY);
+    EXPECT_EQ(stats.wrong_reruns, 0);
     EXPECT_EQ(r.wrong, 0);
     rig_close(&r);
 }
@@ -171,7 +227,7 @@ static counted step_with(bool drops) {
         rig_op(&r, 0, third, BLOCK, 6, false);
         if (drops) {
             kept = rerun(&r, BLOCK, 2);
-            tp_bring_back(r.core, dropped, kept);
+            tp_bring_back(r.core, dropped, kept, r.streams[0]);
         }
         rig_op(&r, 0, kept, BLOCK, 2, false);
         tp_free(r.core, kept);

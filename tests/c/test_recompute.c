@@ -159,7 +159,7 @@ static void ensure_there(program *p, uint32_t idx) {
     storage *s = &p->storages[idx];
     if (s->dropped == NULL) return;
     s->addr = make_again(p, idx);
-    tp_bring_back(p->core, s->dropped, s->addr);
+    tp_bring_back(p->core, s->dropped, s->addr, p->stream);
     s->dropped = NULL;
 }
 
@@ -179,7 +179,7 @@ static void let_go(void *ctx, tp_core *core, tp_addr addr) {
     for (uint32_t i = 0; i < STORAGES; i++) {
         storage *s = &p->storages[i];
         if (!s->alive || s->addr != addr || !can_make(p, i)) continue;
-        if (tp_drop(core, addr, &s->dropped, NULL) != TP_OK) continue;
+        if (tp_drop(core, addr, p->stream, &s->dropped, NULL) != TP_OK) continue;
         s->addr = 0;
         p->dropped_count++;
     }
