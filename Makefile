@@ -3,6 +3,7 @@
 #   PYTHON   the interpreter that makes .venv, and that runs test-gpu and bench on a GPU machine
 #   TORCH    what pip installs as torch, for example TORCH=torch==2.13.0
 #   VENV     where it goes
+#   WORKLOAD of benchmarks/live.py, for bench: gpt, resnet50, llama-generate, vit, llama-lora
 #   *_ARGS   more arguments for what a target runs
 
 PYTHON ?= python3
@@ -11,6 +12,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+WORKLOAD ?=
 REPLAY_ARGS ?=
 MECHANISMS ?=
 JUDGE_ARGS ?=
@@ -18,7 +20,8 @@ JUDGE_ARGS ?=
 CLANG_FORMAT_VERSION = 20.1.8
 PTX_ARCHS = sm_75 sm_80 sm_90
 BUILD_TOOLS = "setuptools>=68" wheel numpy nvidia-ml-py
-TEST_TOOLS = pytest pytest-timeout hypothesis coverage rich matplotlib accelerate lightning expecttest
+TEST_TOOLS = pytest pytest-timeout hypothesis coverage rich matplotlib accelerate lightning expecttest \
+             transformers
 LINT_TOOLS = ruff mypy clang-format==$(CLANG_FORMAT_VERSION)
 
 PY = $(VENV)/bin/python
@@ -29,7 +32,8 @@ IN_PLACE = PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long test-gpu-ops bench replay \
+.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long test-gpu-ops bench bench-plot \
+        replay \
         judge judge-tenth fault stress asan tsan mechanisms lint format types cover docs ptx check \
         clean
 
@@ -85,8 +89,12 @@ judge-tenth: build ## a tenth of both, chosen by a seed
 	$(PY) tests/judge/operators.py --share 10 --results build/judge/operators-tenth.jsonl $(JUDGE_ARGS)
 	$(PY) tests/judge/foreign_suite.py --share 10 $(JUDGE_ARGS)
 
-bench: ## overhead without pressure; on a GPU also the 16-layer GPT. Prints ratios
-	$(IN_PLACE) timeout 470 $(if $(wildcard $(PY)),$(PY),$(PYTHON)) benchmarks/overhead.py $(BENCH_ARGS)
+bench: ## overhead without pressure; WORKLOAD=gpt (live.py --help): native, ours and other tools, live
+	$(IN_PLACE) timeout $(if $(WORKLOAD),480,470) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) \
+	    $(if $(WORKLOAD),benchmarks/live.py --workload $(WORKLOAD),benchmarks/overhead.py) $(BENCH_ARGS)
+
+bench-plot: ## what they have measured, as build/live.png; needs matplotlib
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) benchmarks/plot_live.py $(BENCH_ARGS)
 
 replay: build ## recorded traces under a virtual clock: what plans make of them; build/replay.json
 	$(PY) benchmarks/replay.py --check benchmarks/results/replay.json $(REPLAY_ARGS)

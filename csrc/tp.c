@@ -351,6 +351,7 @@ void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *pa
 
 void tp_op_detach(tp_op *op, tp_op *parent) {
     tp_pager *pager = enter(op->core);
+    tp_learn_end(pager, op, NULL, 0); /* its own stream has seen all of it */
     tp_access_detach(pager, op, parent);
     leave(pager);
 }

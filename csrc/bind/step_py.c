@@ -81,11 +81,17 @@ static bool put_blocks(PyObject *dict, const tp_trace *trace) {
     return good[0] && good[1] && good[2];
 }
 
+static bool put_times(PyObject *dict, const tp_step *step) {
+    return put(dict, "number", PyLong_FromUnsignedLongLong(step->number)) &&
+           put(dict, "completed_count", PyLong_FromUnsignedLongLong(step->completed_count)) &&
+           put(dict, "step_ns", PyLong_FromUnsignedLongLong(step->step_ns));
+}
+
 static void visit(void *ctx, const tp_step *step) {
     PyObject **answer = ctx;
     PyObject *dict = PyDict_New();
     if (dict != NULL && !(put_ops(dict, step) && put_operands(dict, &step->trace) &&
-                          put_blocks(dict, &step->trace)))
+                          put_blocks(dict, &step->trace) && put_times(dict, step)))
         Py_CLEAR(dict);
     *answer = dict;
 }

@@ -74,11 +74,9 @@ bool registry_set(c10::Allocator *allocator) {
         [] { return c10::GetCPUAllocator(); }, allocator);
 }
 
-/* A child process has no pager thread: it gives PyTorch's allocator back and forgets the
- * hook. */
+/* A child process has no pager thread: it gives PyTorch's allocator back. */
 void after_fork_in_child() {
     forked.store(true);
-    hook_disable_after_fork();
     door().large_min.store(SIZE_MAX);
     if (is_installed && c10::GetCPUAllocator() == &door()) registry_set(door().native.load());
     is_installed = false;

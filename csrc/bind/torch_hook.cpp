@@ -988,6 +988,7 @@ void end_collective(Frame *frame, Thread *current, const Values &values) {
 }
 
 FrameContext::~FrameContext() {
+    if (disabled.load(std::memory_order_relaxed)) return; /* it goes on in the parent */
     Frame *frame = frame_;
     Thread *current = this_thread(frame);
     if (!frame->ended.load(std::memory_order_acquire)) end_frame(frame, current, nullptr);
@@ -1288,6 +1289,12 @@ void bring_all_back(tp_core *core) {
     if (recompute_tracks()) (void)recompute_bring_all_back(core);
 }
 
+/* A child has no threads of ours, and no CUDA. */
+void disable_in_child() {
+    disabled.store(true, std::memory_order_relaxed);
+    recompute_disable_after_fork();
+}
+
 const tp_bind_operators operators_part = {allocating,     on_alloc,           on_arm,
                                           settle,         collectives_forget, freed,
                                           recompute_drop, bring_all_back};
@@ -1297,6 +1304,7 @@ const tp_bind_operators operators_part = {allocating,     on_alloc,           on
 void hook_connect() {
     static std::once_flag once;
     std::call_once(once, [] {
+        (void)pthread_atfork(nullptr, nullptr, disable_in_child);
         /* The registration lives as long as the process. */
         auto registration = c10::Dispatcher::singleton().addRegistrationListener(
             std::make_unique<OperatorSetListener>());
@@ -1375,11 +1383,6 @@ HookCall::~HookCall() {
         tp_core *core = tp_core_at(slot);
         if (core != nullptr) tp_region_unlift(core);
     }
-}
-
-void hook_disable_after_fork() {
-    disabled.store(true, std::memory_order_relaxed);
-    recompute_disable_after_fork();
 }
 
 } // namespace torchpager

@@ -50,9 +50,6 @@ class HookCall {
     std::vector<int> lifted_; /* slots */
 };
 
-/* In a forked child: nothing of ours is touched any more. */
-void hook_disable_after_fork();
-
 } // namespace torchpager
 
 #endif

@@ -19,6 +19,7 @@ typedef struct tp_point {
 struct tp_lane {
     tp_stream stream;
     uint64_t recorded_seq, done_seq;
+    uint64_t late_seq, late_look; /* not complete in that look, nor is any later one */
     tp_point *ring; /* points recorded and not yet seen complete; capacity a power of two */
     uint32_t head, count, capacity;
 };
@@ -152,9 +153,15 @@ static const tp_point *lane_find(const tp_lane *lane, uint64_t seq) {
 /* The points of a lane complete in order: one look at the last one asked for answers for all
  * before it. */
 static bool lane_reap(tp_markers *markers, uint32_t idx, uint64_t seq) {
-    if (markers->lanes[idx].done_seq >= seq) return true;
-    if (!point_done(markers, lane_find(&markers->lanes[idx], seq))) return false;
     tp_lane *lane = &markers->lanes[idx];
+    if (lane->done_seq >= seq) return true;
+    const bool late = lane->late_look == markers->look_count && lane->late_seq <= seq;
+    if (markers->looking && late) return false;
+    if (!point_done(markers, lane_find(lane, seq))) {
+        lane->late_seq = seq;
+        lane->late_look = markers->look_count;
+        return false;
+    }
     while (lane->done_seq < seq) lane_pop(markers, lane);
     return true;
 }
@@ -170,6 +177,13 @@ static void lane_trim(tp_markers *markers, uint32_t idx) {
 bool tp_marker_done(tp_markers *markers, tp_marker marker) {
     return lane_reap(markers, marker.lane, marker.seq);
 }
+
+void tp_markers_look(tp_markers *markers) {
+    markers->look_count++;
+    markers->looking = true;
+}
+
+void tp_markers_look_away(tp_markers *markers) { markers->looking = false; }
 
 static tp_status lane_reserve(tp_lane *lane, tp_error *error) {
     if (lane->count < lane->capacity) return TP_OK;

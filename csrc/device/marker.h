@@ -29,6 +29,8 @@ typedef struct tp_markers {
     tp_status broken; /* the first driver failure of a query; nothing completes any more */
     bool
         capturing; /* a stream of the process is: a context-wide marker would break the capture */
+    uint64_t look_count;
+    bool looking;
 } tp_markers;
 
 /* The streams that use a block, and up to where. `refresh`: the stream may have used it since, so
@@ -58,6 +60,10 @@ TP_MUST_USE tp_status tp_marker_record_context(tp_markers *markers, tp_marker *o
                                                tp_error *error);
 /* Asks the device as little as possible. After a failed query: false for ever, see `broken`. */
 bool tp_marker_done(tp_markers *markers, tp_marker marker);
+/* From look to look_away, both without the lock being dropped between them: what has been found not to
+ * be complete is not asked for again. For who goes through many that wait for the same. */
+void tp_markers_look(tp_markers *markers);
+void tp_markers_look_away(tp_markers *markers);
 /* Work queued on `stream` from now on waits, on the device, for the marker. */
 TP_MUST_USE tp_status tp_marker_stream_wait(tp_markers *markers, tp_stream stream,
                                             tp_marker marker, tp_error *error);

@@ -44,7 +44,7 @@ typedef struct tp_extent {
     bool held;   /* being prepared with the lock released: its block may not retire */
     bool evict;  /* to be evicted as soon as the rules allow */
     bool write_back;      /* to be written back, and stay */
-    bool leave;           /* the operator that begins next runs over it in HOST */
+    uint32_t leave;       /* 1 + the operator of the plan that runs over it in HOST; 0: none */
     bool written;         /* written while WRITING */
     bool abandon;         /* the fill's copy is to be forgotten */
     bool guarded;         /* its address is mapped read-only (tp_config.readonly_clean) */

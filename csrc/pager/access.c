@@ -80,7 +80,7 @@ static void cancel_evictions(tp_pager *pager, tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
         if (!extent->evict || extent->busy) continue;
-        extent->evict = extent->write_back = false;
+        extent->evict = extent->write_back = extent->differed = false;
         const bool resting =
             extent->state == TP_EXTENT_DIRTY || extent->state == TP_EXTENT_CLEAN;
         if (resting && extent->place == 0) tp_list_remove(&extent->inflight);
@@ -188,8 +188,8 @@ static void start_fills(tp_pager *pager, tp_op *op, bool wait) {
         for (uint32_t k = 0; pin_holds(&pin) && k < pin.block->extent_count; k++) {
             tp_extent *extent = &pin.block->extents[k];
             if (extent->state != TP_EXTENT_HOST) continue;
-            const bool left = extent->leave && !tp_fill_queued(extent);
-            extent->leave = false;
+            const bool left = tp_executor_leaves(pager, extent) && !tp_fill_queued(extent);
+            extent->leave = 0;
             if (left) continue;
             if (tp_fill_queued(extent)) {
                 tp_fill_hurry(pager, extent);
@@ -416,7 +416,8 @@ static void mark_use(tp_pager *pager, tp_block *block, use_mark mark) {
 
 void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t output_count,
                    tp_op *parent) {
-    if (op->pin_count == 0 && output_count == 0) return;
+    if (pager->abandoned) op->pin_count = 0; /* the device is not asked any more */
+    if (pager->abandoned || (op->pin_count == 0 && output_count == 0)) return;
     if (op->detached) mark_written(pager, op);
     const use_mark mark = mark_of(pager, op);
     for (size_t i = 0; i < output_count; i++) {

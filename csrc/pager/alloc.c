@@ -357,7 +357,8 @@ static void discard(tp_pager *pager, tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
         if (extent->busy) continue;
-        extent->evict = extent->write_back = extent->leave = false;
+        extent->evict = extent->write_back = extent->differed = false;
+        extent->leave = 0;
         if (tp_fill_queued(extent)) tp_fill_call_off(pager, extent);
         if (extent->state == TP_EXTENT_CLEAN) {
             tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
@@ -438,22 +439,32 @@ static bool retirable(tp_pager *pager, tp_block *block) {
     return !TP_RULE(pager, TP_RULE_OLD_MAPPING) || tp_uses_done(&pager->markers, &block->uses);
 }
 
-bool tp_block_unmap_retired(tp_pager *pager) {
-    for (tp_link *link = pager->retiring.next; link != &pager->retiring; link = link->next) {
+/* The first block of the list that can be unmapped now, or NULL. */
+static tp_block *find_retirable(tp_pager *pager) {
+    tp_block *found = NULL;
+    tp_markers_look(&pager->markers);
+    for (tp_link *link = pager->retiring.next; link != &pager->retiring && found == NULL;
+         link = link->next) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
-        if (!retirable(pager, block)) continue;
-        tp_list_remove(&block->lru);
-        block->life = TP_BLOCK_UNMAPPING;
-        pager->unmapping_count++;
-        tp_lock_drop(&pager->lock);
-        tp_status status = TP_OK;
-        const uint32_t unmapped = unmap_extents(pager, block, &status);
-        tp_lock_take(&pager->lock);
-        pager->unmapping_count--;
-        finish(pager, block, unmapped, status);
-        return true;
+        if (retirable(pager, block)) found = block;
     }
-    return false;
+    tp_markers_look_away(&pager->markers);
+    return found;
+}
+
+bool tp_block_unmap_retired(tp_pager *pager) {
+    tp_block *block = find_retirable(pager);
+    if (block == NULL) return false;
+    tp_list_remove(&block->lru);
+    block->life = TP_BLOCK_UNMAPPING;
+    pager->unmapping_count++;
+    tp_lock_drop(&pager->lock);
+    tp_status status = TP_OK;
+    const uint32_t unmapped = unmap_extents(pager, block, &status);
+    tp_lock_take(&pager->lock);
+    pager->unmapping_count--;
+    finish(pager, block, unmapped, status);
+    return true;
 }
 
 void tp_block_unmap_now(tp_pager *pager, tp_block *block) {

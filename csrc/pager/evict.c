@@ -34,6 +34,7 @@ static tp_status remap(tp_pager *pager, tp_extent *extent, tp_frame *to, tp_tall
     extent->busy = true;
     pager->remapping = true;
     const uint64_t began = tp_pager_now(pager);
+    tp_markers_look_away(&pager->markers);
     tp_lock_drop(&pager->lock);
     tp_status status = TP_OK;
     if (from != NULL) status = dev->ops->unmap(dev, extent->addr, extent->bytes, NULL);
@@ -93,6 +94,7 @@ static bool wanted_in_host(const tp_extent *extent) {
  * eviction still stands. False: it does not. */
 static bool attach_host_frame(tp_pager *pager, tp_extent *extent) {
     extent->held = true;
+    tp_markers_look_away(&pager->markers);
     tp_frame *frame = tp_reclaim_host_frame(pager, extent->bytes);
     extent->held = false;
     if (frame == NULL) return false;
@@ -269,8 +271,12 @@ static bool step(tp_pager *pager, tp_extent *extent) {
 }
 
 bool tp_evict_step(tp_pager *pager) {
+    bool moved = false;
+    tp_markers_look(&pager->markers);
     for (tp_link *link = pager->inflight.next; link != &pager->inflight; link = link->next) {
-        if (step(pager, TP_CONTAINER(link, tp_extent, inflight))) return true;
+        moved = step(pager, TP_CONTAINER(link, tp_extent, inflight));
+        if (moved) break; /* the link may be gone */
     }
-    return false;
+    tp_markers_look_away(&pager->markers);
+    return moved;
 }

@@ -6,6 +6,8 @@
 #include "pager/pager.h"
 #include "pager/reclaim.h"
 
+enum { REFUSED_NS = 2000000 }; /* a device that had no frame is not asked again before that */
+
 /* ---- acts ------------------------------------------------------------------------------------ */
 
 /* One marker stands for all decisions that are made at the same operator. */
@@ -57,7 +59,7 @@ static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
     case TP_ACT_WRITE_BACK: write_back(pager, extent, decided); break;
     case TP_ACT_EVICT: evict(pager, extent, decided); break;
     case TP_ACT_FILL: wish(pager, block, act->extent); break;
-    case TP_ACT_LEAVE: extent->leave = extent->state == TP_EXTENT_HOST; break;
+    case TP_ACT_LEAVE: extent->leave = act->op + 1; break;
     case TP_ACT_DROP: drop(pager, block); break;
     case TP_ACT_RERUN:
     case TP_ACT_KEEP:
@@ -179,7 +181,8 @@ void tp_executor_begin(tp_pager *pager) {
 
 void tp_executor_launched(tp_pager *pager) {
     tp_executor *it = &pager->executor;
-    if (!it->following || it->stale || it->recording != pager->steps.record.number) return;
+    if (!it->following || it->stale || tp_pager_halted(pager)) return;
+    if (it->recording != pager->steps.record.number) return;
     const tp_step *step = followed(pager);
     const tp_plan *plan = step != NULL ? tp_plans_find(&pager->plans, step) : NULL;
     if (plan == NULL) return;
@@ -228,6 +231,11 @@ void tp_executor_stop(tp_pager *pager) {
     pager->executor.wish_count = pager->executor.drop_count = 0;
 }
 
+bool tp_executor_leaves(const tp_pager *pager, const tp_extent *extent) {
+    const tp_executor *it = &pager->executor;
+    return it->following && extent->leave != 0 && extent->leave == it->op + 1;
+}
+
 uint32_t tp_executor_distance(const tp_pager *pager, const tp_block *block) {
     const tp_step *step = followed(pager);
     const uint32_t number = step != NULL ? tp_steps_block(step, &block->identity) : TP_NO_OP;
@@ -247,6 +255,7 @@ static void wish_done(tp_executor *it) {
 bool tp_executor_fill(tp_pager *pager) {
     tp_executor *it = &pager->executor;
     bool begun = false;
+    if (it->wish_count > 0 && tp_pager_now(pager) - it->refused_ns < REFUSED_NS) return false;
     while (it->wish_count > 0 && !tp_pager_halted(pager)) {
         const tp_wish wish = it->wishes[it->wish_first];
         tp_block *block = wish.block;
@@ -259,6 +268,7 @@ bool tp_executor_fill(tp_pager *pager) {
         bool dropped = false;
         tp_frame *frame = tp_reclaim_spare_frame(pager, extent->bytes, &dropped);
         begun |= dropped;
+        if (frame == NULL && dropped) it->refused_ns = tp_pager_now(pager);
         if (frame == NULL) break;
         begun = true;
         /* While the lock was dropped the list may have been emptied, and filled again. */

@@ -50,6 +50,7 @@ typedef struct tp_executor {
     uint32_t wish_first, wish_count;
     tp_wish drops[TP_DROPS_MAX]; /* blocks to be told of; `extent` is 0 */
     uint32_t drop_count;
+    uint64_t refused_ns; /* when a frame that the budget admits could not be had */
 } tp_executor;
 
 /* An operator begins: the acts that come before it, it included. */
@@ -68,6 +69,8 @@ void tp_executor_stop(struct tp_pager *pager);
 /* On the pager's thread: begins the fills that are wanted, as far as there are frames. May drop the
  * lock. True: something was begun. */
 bool tp_executor_fill(struct tp_pager *pager);
+/* Whether the operator that began last runs over an extent in HOST, by the plan. */
+bool tp_executor_leaves(const struct tp_pager *pager, const tp_extent *extent);
 /* How many operators from now on a block is used next, as far as is known; UINT32_MAX: not soon. */
 uint32_t tp_executor_distance(const struct tp_pager *pager, const tp_block *block);
 

@@ -75,7 +75,7 @@ void tp_learn_started(tp_pager *pager, tp_op *op) {
 }
 
 void tp_learn_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t output_count) {
-    tp_timing_stop(pager, op);
+    if (!pager->abandoned) tp_timing_stop(pager, op);
     if (op->record == 0) return;
     if (learning(pager)) {
         for (size_t i = 0; i < output_count; i++) {

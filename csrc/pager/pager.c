@@ -406,7 +406,7 @@ static tp_status check_extent(const tp_extent *extent, tp_error *error) {
     const bool moving =
         extent->state == TP_EXTENT_WRITING || extent->state == TP_EXTENT_FILLING;
     const bool listed = tp_link_in_list(&extent->inflight);
-    const bool wanted = extent->evict || extent->write_back;
+    const bool wanted = extent->evict || extent->write_back || extent->differed;
     if ((moving || wanted || extent->place != 0) && !listed) broken = 5;
     if (extent->mapped != NULL && extent->mapped->map_count == 0) broken = 6;
     if (!extent->busy && extent->guarded && extent->state != TP_EXTENT_CLEAN) broken = 12;

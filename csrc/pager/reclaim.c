@@ -151,7 +151,7 @@ static bool has_extent_of(const tp_block *block, size_t bytes) {
 
 /* A frame of a freed block whose uses are all on `stream` (or complete): it serves at once through
  * its new address, while the old mapping stays until the block has retired. */
-static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
+static tp_frame *find_stolen(tp_pager *pager, size_t bytes, tp_stream stream) {
     for (tp_link *link = pager->cached.next; link != &pager->cached; link = link->next) {
         tp_block *block = TP_CONTAINER(link, tp_block, lru);
         if (!has_extent_of(block, bytes) || !tp_block_serves(pager, block, stream)) continue;
@@ -165,6 +165,13 @@ static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
         if (frame != NULL) return frame;
     }
     return NULL;
+}
+
+static tp_frame *steal(tp_pager *pager, size_t bytes, tp_stream stream) {
+    tp_markers_look(&pager->markers);
+    tp_frame *frame = find_stolen(pager, bytes, stream);
+    tp_markers_look_away(&pager->markers);
+    return frame;
 }
 
 void tp_reclaim_negotiate(tp_pager *pager) {
@@ -218,10 +225,11 @@ tp_frame *tp_reclaim_device_frame(tp_pager *pager, size_t bytes, tp_stream strea
 
 tp_frame *tp_reclaim_spare_frame(tp_pager *pager, size_t bytes, bool *dropped) {
     tp_frame_pool *pool = &pager->device_frames;
+    const size_t cap = tp_budget_frame_cap(&pager->budget);
+    if (pool->created_bytes > cap) return NULL; /* what becomes free is to be given back */
     tp_frame *frame = tp_frame_pool_take(pool, bytes);
     if (frame != NULL) return frame;
     if (!tp_budget_admits(&pager->budget, pool->created_bytes, bytes)) {
-        const size_t cap = tp_budget_frame_cap(&pager->budget);
         const size_t over = bytes - tp_min_size(bytes, tp_sub_floor(cap, pool->created_bytes));
         if (pool->free_bytes < over) {
             /* What waits as freed blocks, if anything does. */
@@ -277,13 +285,16 @@ tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes) {
 
 size_t tp_reclaim_free_bytes(const tp_pager *pager) {
     const size_t cap = tp_budget_frame_cap(&pager->budget);
-    return pager->device_frames.free_bytes +
-           tp_sub_floor(cap, pager->device_frames.created_bytes);
+    const size_t made = pager->device_frames.created_bytes;
+    const size_t free_bytes = pager->device_frames.free_bytes;
+    return made > cap ? tp_sub_floor(free_bytes, made - cap) : free_bytes + (cap - made);
 }
 
-/* An eviction that waits for the device alone, not for a pin or the gate to go away. */
-static bool unblocked(const tp_pager *pager, const tp_extent *extent) {
-    return !tp_pager_gate_closed(pager) && extent->block->op_pins == 0;
+/* Whether an extent in flight gives its device frame up. What an operator in progress has pinned is not on
+ * its way: that operator may be the one that asks. */
+static bool leaving(const tp_extent *extent) {
+    if (extent->block->life != TP_BLOCK_LIVE || !extent->evict) return false;
+    return extent->busy || extent->block->op_pins == 0;
 }
 
 tp_incoming tp_reclaim_incoming(tp_pager *pager) {
@@ -292,12 +303,16 @@ tp_incoming tp_reclaim_incoming(tp_pager *pager) {
         in.bytes += device_bytes(TP_CONTAINER(link, tp_block, lru));
     }
     in.moving = !tp_list_empty(&pager->retiring) || pager->unmapping_count > 0;
+    const bool open = !tp_pager_gate_closed(pager);
     for (tp_link *link = pager->inflight.next; link != &pager->inflight; link = link->next) {
         const tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
-        const bool abandoned = extent->abandon && extent->state == TP_EXTENT_FILLING;
-        if (extent->block->life != TP_BLOCK_LIVE || !(extent->evict || abandoned)) continue;
+        const bool filling =
+            extent->state == TP_EXTENT_FILLING && extent->block->life == TP_BLOCK_LIVE;
+        const bool abandoned = filling && extent->abandon;
+        if (filling && extent->block->op_pins == 0 && open) in.arriving = true;
+        if (!abandoned && !leaving(extent)) continue;
         in.bytes += extent->bytes;
-        in.moving = in.moving || abandoned || extent->busy || unblocked(pager, extent);
+        in.moving = in.moving || abandoned || extent->busy || open;
     }
     return in;
 }
@@ -536,6 +551,8 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
             if (started == 0 && tp_arming_full(pager)) continue;
             moving |= started > 0;
         }
+        if (!moving && tp_reclaim_call_off_ahead(pager, bytes) > 0) continue;
+        moving |= in.arriving;
         if (moving || tp_pager_gate_settling(pager)) {
             stuck_since = 0;
         } else {

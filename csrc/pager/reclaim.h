@@ -37,10 +37,10 @@ tp_frame *tp_reclaim_wait_frame(tp_pager *pager, size_t bytes, size_t total, tp_
 size_t tp_reclaim_free_bytes(const tp_pager *pager);
 
 /* Device bytes on their way to becoming free. `moving`: some of them wait for the device alone, so
- * that waiting for them is bounded. */
+ * that waiting for them is bounded. `arriving`: so do fills, and what they bring can be evicted then. */
 typedef struct tp_incoming {
     size_t bytes;
-    bool moving;
+    bool moving, arriving;
 } tp_incoming;
 tp_incoming tp_reclaim_incoming(tp_pager *pager);
 /* Starts giving up at least `bytes` more: cached blocks, then, when everything is told (arming.h), victims,

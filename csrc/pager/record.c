@@ -316,6 +316,14 @@ void tp_record_sample(tp_record *record, uint32_t class_idx, uint64_t device_ns)
     }
 }
 
+uint64_t tp_record_op_ns(const tp_record *record, const tp_record_op *op) {
+    if (op->class_idx != 0) return tp_record_class_ns(record, op->class_idx);
+    uint64_t bytes = 0;
+    for (uint32_t i = op->use_begin; i < op->use_begin + op->use_count; i++)
+        bytes += record->storages[record->uses[i].storage].bytes;
+    return bytes / BYTES_PER_NS;
+}
+
 uint64_t tp_record_class_ns(const tp_record *record, uint32_t class_idx) {
     if (class_idx == 0 || record->classes == NULL) return 0;
     const tp_op_class *it = &record->classes[class_idx];

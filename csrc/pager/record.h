@@ -140,5 +140,7 @@ void tp_record_op_end(tp_record *record, uint64_t number);
 void tp_record_sample(tp_record *record, uint32_t class_idx, uint64_t device_ns);
 /* What one of them takes: measured, or else as long as its operands take at 1 TB/s. */
 uint64_t tp_record_class_ns(const tp_record *record, uint32_t class_idx);
+/* The same of an operator of the recording, which may have no class. */
+uint64_t tp_record_op_ns(const tp_record *record, const tp_record_op *op);
 
 #endif

@@ -23,7 +23,7 @@ static bool shrink(tp_pager *pager, size_t cap) {
         if (tp_reclaim_release(pager, &pager->device_frames, over) > 0) continue;
         if (tp_pager_halted(pager)) return false;
         const tp_incoming in = tp_reclaim_incoming(pager);
-        bool moving = in.moving;
+        bool moving = in.moving || in.arriving;
         if (in.bytes < over && tp_reclaim_call_off_ahead(pager, over) > 0) continue;
         if (in.bytes < over) {
             const size_t started = tp_reclaim_start(pager, over - in.bytes, 0);

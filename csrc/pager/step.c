@@ -177,7 +177,7 @@ static void fill_ops(const draft *d, parts *p) {
         p->class_idx[i] = it->class_idx;
         p->began_ns[i] = it->began_ns - record->ops[0].began_ns;
         p->ops[i] = (tp_trace_op){
-            .device_ns = tp_record_class_ns(record, it->class_idx),
+            .device_ns = tp_record_op_ns(record, it),
             .streams = tp_name_streams(tp_kind_name(it->kind)),
         };
     }
@@ -461,7 +461,8 @@ bool tp_step_refresh(tp_step *step, const tp_record *record) {
     tp_trace_op *ops = (tp_trace_op *)(uintptr_t)step->trace.ops;
     uint64_t total = 0;
     for (uint32_t i = 0; i < step->trace.op_count; i++) {
-        ops[i].device_ns = tp_record_class_ns(record, step->class_idx[i]);
+        if (step->class_idx[i] != 0)
+            ops[i].device_ns = tp_record_class_ns(record, step->class_idx[i]);
         total += ops[i].device_ns;
     }
     tp_trace_recipe *recipes = (tp_trace_recipe *)(uintptr_t)step->trace.recipes;

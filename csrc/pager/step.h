@@ -27,6 +27,9 @@ typedef struct tp_step {
     uint64_t last_completed;  /* when, in steps of all kinds */
     uint64_t moved_bytes;     /* of all operands */
     uint64_t device_ns;       /* of all operators */
+    /* On the host, from its first operator to that of the next step, when it ran last; 0: none has
+     * followed it yet. */
+    uint64_t step_ns;
     uint32_t held_count;
     bool fresh; /* nobody has been told of this trace */
 

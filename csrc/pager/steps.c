@@ -213,7 +213,7 @@ static void note_follower(tp_step *before, const tp_step *step) {
     }
 }
 
-static void complete(tp_steps *steps) {
+static bool complete(tp_steps *steps) {
     tp_step *step = find_same(steps);
     if (step == NULL) {
         step = remember(steps);
@@ -221,11 +221,19 @@ static void complete(tp_steps *steps) {
         step = renew_recipes(steps, step);
         refresh(steps, step);
     }
-    if (step == NULL) return;
+    if (step == NULL) return false;
     step->completed_count++;
     step->last_completed = ++steps->completed_count;
     if (steps->last != NONE) note_follower(steps->at[steps->last], step);
     steps->last = step->slot;
+    return true;
+}
+
+/* The first operator behind a step: the step has taken until now. */
+static void note_time(tp_steps *steps, uint64_t now_ns) {
+    if (steps->ended_began_ns == 0) return;
+    steps->at[steps->last]->step_ns = now_ns - steps->ended_began_ns;
+    steps->ended_began_ns = 0;
 }
 
 static void end_step(tp_steps *steps) {
@@ -233,7 +241,8 @@ static void end_step(tp_steps *steps) {
     steps->countdown = steps->period_ops;
     steps->period_ops = 0;
     if (steps->record.op_count == 0) return; /* nothing has happened since the last one */
-    if (!steps->record.partial && !steps->record.overflown) complete(steps);
+    const bool whole = !steps->record.partial && !steps->record.overflown;
+    steps->ended_began_ns = whole && complete(steps) ? steps->record.ops[0].began_ns : 0;
     tp_record_next(&steps->record);
     follow_from_start(steps);
 }
@@ -302,6 +311,7 @@ bool tp_steps_start(tp_steps *steps) {
     steps->unmarked_ops = 0;
     steps->ending = steps->in_optimizer = steps->seeking = false;
     steps->countdown = steps->period_ops = 0;
+    steps->ended_began_ns = 0;
     follow_from_start(steps);
     return true;
 }
@@ -352,6 +362,7 @@ bool tp_steps_op_begin(tp_steps *steps, uint32_t name, bool backward, uint32_t s
     if (ends) end_step(steps);
     /* Longer than can be recorded, and nobody says where it ends: anywhere will do. */
     if (steps->record.overflown && unmarked(steps)) end_step(steps);
+    note_time(steps, now_ns);
     steps->unmarked_ops++;
     const tp_phase phase = backward              ? TP_PHASE_BACKWARD
                            : steps->in_optimizer ? TP_PHASE_OPTIMIZER

@@ -71,6 +71,7 @@ typedef struct tp_steps {
     bool in_optimizer, ending; /* ending: with the next operator outside of optimizers */
     uint64_t completed_count;  /* steps of all kinds */
     uint64_t number;           /* given last to a step */
+    uint64_t ended_began_ns;   /* of the step that has just ended; 0: not known */
     uint64_t lost_count, resync_count; /* for tests and figures */
 } tp_steps;
 

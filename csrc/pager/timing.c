@@ -93,18 +93,27 @@ void tp_timing_stop(tp_pager *pager, tp_op *op) {
     if (pager->dev->ops->event_record(pager->dev, timer->end, op->stream, NULL) != TP_OK)
         return;
     timer->state = TP_TIMER_WAITING;
+    timer->turn = ++pager->timing.turn_count;
     if (++pager->timing.waiting_count > TP_TIMERS / 2) tp_pager_wake(pager);
 }
 
-void tp_timing_collect(tp_pager *pager) {
-    if (pager->timing.waiting_count == 0) return;
-    const tp_device_ops *ops = pager->dev->ops;
-    for (uint32_t i = 0; i < TP_TIMERS; i++) {
-        tp_timer *timer = &pager->timing.timers[i];
+static tp_timer *waiting_longest(tp_timing *timing) {
+    tp_timer *found = NULL;
+    for (uint32_t i = 0; i < TP_TIMERS && timing->waiting_count > 0; i++) {
+        tp_timer *timer = &timing->timers[i];
         if (timer->state != TP_TIMER_WAITING) continue;
+        if (found == NULL || timer->turn < found->turn) found = timer;
+    }
+    return found;
+}
+
+void tp_timing_collect(tp_pager *pager) {
+    const tp_device_ops *ops = pager->dev->ops;
+    tp_timer *timer = NULL;
+    while ((timer = waiting_longest(&pager->timing)) != NULL) {
         bool done = false;
         const tp_status status = ops->event_query(pager->dev, timer->end, &done, NULL);
-        if (status == TP_OK && !done) continue;
+        if (status == TP_OK && !done) return;
         uint64_t ns = 0;
         if (status == TP_OK &&
             ops->event_elapsed(pager->dev, timer->begin, timer->end, &ns, NULL) == TP_OK)

@@ -25,12 +25,14 @@ typedef struct tp_timer {
     tp_event begin, end; /* NULL until it is used first */
     tp_timer_state state;
     uint32_t class_idx;
+    uint64_t turn;     /* which has waited longest */
     uint64_t inner_ns; /* of the operators that it has called */
 } tp_timer;
 
 typedef struct tp_timing {
     tp_timer timers[TP_TIMERS];
     uint32_t waiting_count;
+    uint64_t turn_count;
     bool off; /* the device does not tell */
 } tp_timing;
 
@@ -39,7 +41,7 @@ struct tp_pager;
 /* The operator's kernels are launched between these. */
 void tp_timing_start(struct tp_pager *pager, tp_op *op);
 void tp_timing_stop(struct tp_pager *pager, tp_op *op);
-/* Reads what is complete. On the pager's thread. */
+/* Reads what is complete, in turn, and asks for no more than one that is not. On the pager's thread. */
 void tp_timing_collect(struct tp_pager *pager);
 void tp_timing_fini(struct tp_pager *pager);
 

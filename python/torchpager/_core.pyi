@@ -97,7 +97,9 @@ def last_step(slot: int) -> dict[str, Any] | None:
 
     names: of the operators, a list. The rest are columns in the machine's byte order, named as for
     make_plan, and began_ns (u64: on the host, since the first operator) and phase (u8: 0 forward,
-    1 backward, 2 optimizer).
+    1 backward, 2 optimizer). Numbers: number (of the trace as it is, its times included), completed_count
+    (how often the step has run) and step_ns (from its first operator to that of the step after it, when
+    it ran last; 0: nothing has followed it yet).
     """
 
 def pin(addr: int) -> None: ...

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchpager.demo_runs import Run, RunError, budget_failures, execute
+from torchpager.demo_runs import Run, budget_failures, execute
 from torchpager.sizes import parse_size
+from torchpager.watched import RunError
 
 MIB = 1 << 20
 ON_CPU = {

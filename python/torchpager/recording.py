@@ -5,12 +5,16 @@ import os
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torchpager import _control, _core, optimizers
 from torchpager._targets import DeviceLike, resolve
 from torchpager.errors import UnavailableError
+from torchpager.roofline import roof_ms
+from torchpager.trace import Step, StepBlock, StepOperator
 
 _NEVER = (1 << 32) - 1
 _READS, _WRITES = 1, 2
@@ -92,6 +96,58 @@ def save_trace(path: str | os.PathLike[str], *, device: DeviceLike = None) -> No
     target = Path(path)
     # No date in it: the same step gives the same file.
     target.write_bytes(gzip.compress(data, mtime=0) if target.suffix == ".gz" else data)
+
+
+def efficiency(slot: int) -> float | None:
+    """Return a bound on the time of the last complete step over what it took.
+
+    None while no step has been recorded twice, or nothing bounds the memory.
+    """
+    columns = _core.last_step(slot) if _core.is_open(slot) else None
+    budget_bytes = _core.get_budget(slot)[0] if columns is not None else None
+    if columns is None or budget_bytes is None or columns["step_ns"] == 0:
+        return None
+    step = _step_of(*(columns[name] for name in _STEP_COLUMNS))
+    # Whatever is recorded has extents, and can move.
+    bound = roof_ms(step, budget_bytes, large_min_bytes=1)
+    return None if bound is None else bound * 1e6 / float(columns["step_ns"])
+
+
+_STEP_COLUMNS = (
+    "device_ns", "operand_end", "operand_block", "operand_flags", "block_bytes", "born", "dead",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=2)
+def _step_of(
+    device_ns: bytes,
+    operand_end: bytes,
+    operand_block: bytes,
+    operand_flags: bytes,
+    block_bytes: bytes,
+    born: bytes,
+    dead: bytes,
+) -> Step:
+    """Return a recorded step, without the names of its operators."""
+    operands = array("I", operand_block)
+    ends = pairwise([0, *array("I", operand_end)])
+    operators = tuple(
+        StepOperator(
+            "",
+            "",
+            ns,
+            tuple(operands[i] for i in range(begin, end) if operand_flags[i] & _READS),
+            tuple(operands[i] for i in range(begin, end) if operand_flags[i] & _WRITES),
+        )
+        for ns, (begin, end) in zip(array("Q", device_ns), ends, strict=True)
+    )
+    blocks = tuple(
+        StepBlock(size, None, None) if first == _NEVER else StepBlock(size, first, last)
+        for size, first, last in zip(
+            array("Q", block_bytes), array("I", born), array("I", dead), strict=True
+        )
+    )
+    return Step(operators, blocks)
 
 
 def _lines(columns: dict[str, Any]) -> Iterator[str]:

@@ -104,11 +104,28 @@ def roofline(trace: Trace | Step, budget: Size, *, link: Link | None = None) -> 
     peak = trace.peak_bytes
     budget_bytes = parse_size(budget, name="budget", total_bytes=peak)
     native_ms = step.device_ns / 1e6
-    chain = _chain(step)
+    return Roofline(budget_bytes, peak, native_ms, roof_ms(step, budget_bytes, link=link))
+
+
+@lru_cache(maxsize=64)
+def roof_ms(
+    step: Step,
+    budget_bytes: int,
+    *,
+    link: Link | None = None,
+    large_min_bytes: int = LARGE_MIN_BYTES,
+) -> float | None:
+    """Return the bound alone. None: the operands of some operator do not fit.
+
+    Parameters
+    ----------
+    large_min_bytes
+        Blocks smaller than this do not move.
+    """
+    chain = _chain(step, large_min_bytes)
     if chain.least_bytes > budget_bytes:
-        return Roofline(budget_bytes, peak, native_ms, None)
-    roof_ms = chain.longest_ns(budget_bytes, link or Link()) / 1e6
-    return Roofline(budget_bytes, peak, native_ms, roof_ms)
+        return None
+    return chain.longest_ns(budget_bytes, link or Link()) / 1e6
 
 
 class _Moment:
@@ -158,8 +175,9 @@ class _Moment:
 class _Chain:
     """The moments of one period, from the fullest to its return. Points count on."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, large_min_bytes: int) -> None:
         self._step = step
+        self._large_min_bytes = large_min_bytes
         self._before_ns = [0, *accumulate(each.device_ns for each in step.operators)]
         count = len(step.operators)
         self._uses: dict[int, list[int]] = {}
@@ -167,13 +185,13 @@ class _Chain:
         held = [0] * count
         for at, operator in enumerate(step.operators):
             for block in {*operator.reads, *operator.writes}:
-                if step.blocks[block].size_bytes >= LARGE_MIN_BYTES:
+                if step.blocks[block].size_bytes >= large_min_bytes:
                     self._uses.setdefault(block, []).append(at)
                     held[at] += step.blocks[block].size_bytes
             for block in operator.writes:
                 self._writes.setdefault(block, []).append(at)
         small = step.live_bytes_of(
-            each for each in step.blocks if each.size_bytes < LARGE_MIN_BYTES
+            each for each in step.blocks if each.size_bytes < large_min_bytes
         )
         self.least_bytes = max((a + b for a, b in zip(held, small, strict=True)), default=0)
         self._moments = self._make_moments()
@@ -230,7 +248,7 @@ class _Chain:
         )
         places = [place for place, _ in by_place]
         for block, its in enumerate(step.blocks):
-            if its.size_bytes < LARGE_MIN_BYTES:
+            if its.size_bytes < self._large_min_bytes:
                 continue
             born, dead = its.born, its.dead
             if born is None or dead is None:
@@ -270,8 +288,8 @@ class _Chain:
 
 
 @lru_cache(maxsize=4)
-def _chain(step: Step) -> _Chain:
-    return _Chain(step)
+def _chain(step: Step, large_min_bytes: int) -> _Chain:
+    return _Chain(step, large_min_bytes)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,9 +1,9 @@
 """Counters: what is held, and what has been moved."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchpager import _control, _core, optimizer_chunks
+from torchpager import _control, _core, optimizer_chunks, recording
 from torchpager._targets import DeviceLike, resolve
 from torchpager.errors import OutOfMemory, oom_from_figures
 from torchpager.sizes import format_size
@@ -98,6 +98,22 @@ class Stats:
     """Allocations that failed."""
     optimizer_chunks: int = 0
     """Chunks in which optimizers, clipping and loss scaling got what did not fit at once."""
+    _slot: int | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def efficiency(self) -> float | None:
+        """How close the program is to what its budget allows: a bound over the measured time.
+
+        The bound is :func:`torchpager.roofline` of the last complete step at the budget in
+        force: no schedule that moves bytes can be faster. The time is that from the beginning
+        of this step to that of the next, whatever the program did in it. Both are estimates
+        where few operators have been timed. None while no step has been recorded twice:
+        steps are recorded from when memory gets short.
+
+        Unlike the counters it is worked out when it is read, for the step that is the last one
+        then; for thousands of operators that takes some tenths of a second, once a step.
+        """
+        return None if self._slot is None else recording.efficiency(self._slot)
 
     def __str__(self) -> str:
         sizes = ", ".join(
@@ -115,7 +131,7 @@ class Stats:
 
 # Our name of a counter, where it is not the core's.
 _CORE_NAMES = {"host_bytes": "host_held"}
-_NOT_OF_THE_CORE = {"optimizer_chunks"}
+_NOT_OF_THE_CORE = {"optimizer_chunks", "_slot"}
 # What cores that were closed had counted, and their last failure.
 _retired: dict[int, Stats] = {}
 _retired_ooms: dict[int, dict[str, Any]] = {}
@@ -147,7 +163,8 @@ def stats(device: DeviceLike = None) -> Stats:
     slot = _slot(device)
     if slot is None:
         return Stats()
-    return replace(_of_cores(slot), optimizer_chunks=optimizer_chunks.count(slot))
+    chunks = optimizer_chunks.count(slot)
+    return replace(_of_cores(slot), optimizer_chunks=chunks, _slot=slot)
 
 
 def _of_cores(slot: int) -> Stats:
@@ -222,13 +239,13 @@ def _slot(device: DeviceLike) -> int | None:
 
 def _from_core(figures: dict[str, Any]) -> Stats:
     values: dict[str, Any] = {}
-    for name, field in Stats.__dataclass_fields__.items():
+    for name, its in Stats.__dataclass_fields__.items():
         if name in _NOT_OF_THE_CORE:
             continue
         figure = figures[_CORE_NAMES.get(name, name)]
-        if isinstance(field.default, Gauge):
+        if isinstance(its.default, Gauge):
             values[name] = Gauge(*figure)
-        elif isinstance(field.default, Tally):
+        elif isinstance(its.default, Tally):
             values[name] = Tally(*figure)
         else:
             values[name] = figure
@@ -239,6 +256,8 @@ def _sum(before: Stats, now: Stats, closed: bool = False) -> Stats:
     """Add the totals of a core that is gone to those of its successor."""
     values: dict[str, Any] = {}
     for name in Stats.__dataclass_fields__:
+        if name in _NOT_OF_THE_CORE:
+            continue
         old, new = getattr(before, name), getattr(now, name)
         if isinstance(new, Gauge):
             values[name] = Gauge(0 if closed else new.current, max(old.peak, new.peak))

@@ -3,6 +3,7 @@
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -207,5 +208,75 @@ TEST(offload_that_ends_and_begins_again_in_mid_step_is_harmless) {
     EXPECT_OK(tp_core_set_offload(p.r.core, true, &test_error));
     EXPECT_OK(tp_core_set_budget(p.r.core, BUDGET, TP_NO_LIMIT, &test_error));
     for (int i = 0; i < 6; i++) train(&p);
+    close_program(&p);
+}
+
+/* ---- a device that has less than the budget -------------------------------------------------- */
+
+TEST(fills_that_the_device_has_no_frame_for_are_not_tried_all_the_time) {
+    program p;
+    open_program(&p, true);
+    for (int i = 0; i < 20 && rig_stats(&p.r).plans.count == 0; i++) train(&p);
+    /* More of a budget, and not a frame more. */
+    const fault_plan full = {.nth = 1, .calls = 1 << FAULT_DEVICE_FRAME, .persistent = true};
+    fault_device_arm(p.r.dev, &full);
+    EXPECT_OK(tp_core_set_budget(p.r.core, 3 * BUDGET / 2, TP_NO_LIMIT, &test_error));
+    const uint64_t plans = rig_stats(&p.r).plans.count;
+    for (int i = 0; i < 20 && rig_stats(&p.r).plans.count == plans; i++) train(&p);
+    train(&p);
+    const uint64_t before = fault_device_calls(p.r.dev, FAULT_DEVICE_FRAME);
+    pause_us(50000);
+    const uint64_t tries = fault_device_calls(p.r.dev, FAULT_DEVICE_FRAME) - before;
+    EXPECT(fault_device_fired(p.r.dev));
+    if (!EXPECT(tries <= 50)) (void)printf("  %llu tries\n", (unsigned long long)tries);
+    fault_device_disarm(p.r.dev);
+    close_program(&p);
+}
+
+/* ---- a forked child -------------------------------------------------------------------------- */
+
+typedef struct forked {
+    program *p;
+    tp_op ops[2];
+} forked;
+
+static uint64_t all_calls(const program *p) {
+    uint64_t count = 0;
+    for (int i = 0; i < FAULT_CALL_COUNT; i++)
+        count += fault_device_calls(p->r.dev, (fault_call)i);
+    return count;
+}
+
+static void end_in_child(void *arg) {
+    forked *f = arg;
+    const uint64_t before = all_calls(f->p);
+    for (int i = 0; i < 2; i++) tp_op_end(&f->ops[i], &f->p->weights[i], 1, NULL);
+    const tp_access access = {f->p->weights[3], true};
+    tp_op it = {.name = tp_op_name("test::read")};
+    tp_op_begin(f->p->r.core, &it, &access, 1, f->p->r.streams[0]);
+    tp_op_end(&it, NULL, 0, NULL);
+    tp_record_stream(f->p->r.core, f->p->weights[2], f->p->r.streams[1]);
+    tp_free(f->p->r.core, f->p->weights[2]);
+    (void)raise(all_calls(f->p) == before ? SIGUSR1 : SIGUSR2);
+}
+
+TEST(operators_that_end_in_a_forked_child_ask_the_device_for_nothing) {
+    program p;
+    open_program(&p, true);
+    MUST_OK(tp_register(TP_SLOT_SIM, p.r.core, &test_error));
+    for (int i = 0; i < 20 && rig_stats(&p.r).plans.count == 0; i++) train(&p);
+    train(&p);
+    forked f = {.p = &p};
+    for (uint32_t i = 0; i < 2; i++) {
+        const tp_access access = {p.weights[i], false};
+        f.ops[i].name = tp_op_name(i == 0 ? "test::forward" : "test::unheard_of");
+        tp_op_begin(p.r.core, &f.ops[i], &access, 1, p.r.streams[0]);
+    }
+    EXPECT(test_ends_by_signal(SIGUSR1, end_in_child, &f));
+    for (uint32_t i = 0; i < 2; i++) {
+        tp_op_end(&f.ops[i], NULL, 0, NULL);
+        tp_op_fini(&f.ops[i]);
+    }
+    tp_unregister(TP_SLOT_SIM);
     close_program(&p);
 }

@@ -1,5 +1,6 @@
 /* A core without a thread over the simulated device in the order of time: repeatable to the
  * nanosecond, right contents, and patience in virtual time. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -104,6 +105,11 @@ static void kernel_run(tp_device *dev, void *arg) {
         if (k->left != 0) (void)tp_sim_write(dev, k->addr + at, &word, sizeof word);
     }
     free(k);
+}
+
+static void nothing(tp_device *dev, void *arg) {
+    (void)dev;
+    (void)arg;
 }
 
 /* A stream begins behind all work of the other one. */
@@ -351,6 +357,185 @@ TEST(block_that_goes_before_its_planned_write_back_leaves_nothing_wanted) {
         EXPECT_OK(tp_core_check(p.core, &test_error));
     }
     EXPECT_EQ(p.wrong, 0);
+    close_program(&p);
+}
+
+/* Results belong to an operator that encloses the step, as PyTorch's scratch tensors do: what the plan
+ * evicts of them does not move before it ends. Another operator's work, which goes on for long, is what
+ * an allocation would wait for, for 50 ms. */
+TEST(eviction_that_an_enclosing_operator_keeps_back_is_no_memory_on_its_way) {
+    options o = {.budget_bytes = (LAYERS + 2) * EXTENT};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < LAYERS; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        train(&p, 40000, 0);
+        tp_mark_step(p.core, TP_STEP_ASKED);
+    }
+    tp_addr far = 0;
+    MUST_OK(tp_alloc(p.core, GRANULE, p.streams[0], 0, &far, NULL, &test_error));
+    const tp_access access = {far, false};
+    tp_op collective = {0}, outer = {0};
+    tp_op_begin(p.core, &collective, &access, 1, p.streams[0]);
+    tp_op_detach(&collective, NULL);
+    tp_stats before, after;
+    tp_core_stats(p.core, &before);
+    tp_op_begin(p.core, &outer, NULL, 0, p.streams[0]);
+    for (unsigned i = 0; i < LAYERS; i++) {
+        op(&p, i, 0, false, 40000);
+        MUST_OK(tp_alloc(p.core, EXTENT, p.streams[0], TP_ALLOC_PINNED, &p.addrs[LAYERS + i],
+                         NULL, &test_error));
+        tp_op_adopt(&outer, p.addrs[LAYERS + i]);
+        p.bytes[LAYERS + i] = EXTENT;
+        op(&p, LAYERS + i, 0, true, 40000);
+    }
+    tp_op_end(&outer, NULL, 0, NULL);
+    tp_core_stats(p.core, &after);
+    EXPECT(after.planned_ops > before.planned_ops);
+    EXPECT_EQ(after.born_in_host, before.born_in_host);
+    EXPECT(after.memory_stalls.ns - before.memory_stalls.ns < 20000000);
+    tp_op_end(&collective, NULL, 0, NULL);
+    tp_op_fini(&collective);
+    tp_op_fini(&outer);
+    close_program(&p);
+}
+
+/* Frames that are given up for a smaller budget are not taken for the fills of a plan. */
+TEST(budget_that_shrinks_is_not_filled_by_the_plan) {
+    options o = {.budget_bytes = (LAYERS + 2) * EXTENT};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < LAYERS; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        train(&p, 40000, 0);
+        tp_mark_step(p.core, TP_STEP_ASKED);
+    }
+    (void)tp_evict_all(p.core);
+    train(&p, 40000, LAYERS - 2); /* the plan is behind, and wants much */
+    tp_stats before, after;
+    tp_core_stats(p.core, &before);
+    EXPECT_OK(tp_core_set_budget(p.core, LAYERS / 2 * EXTENT, TP_NO_LIMIT, &test_error));
+    tp_core_stats(p.core, &after);
+    EXPECT(after.evictions.count > before.evictions.count);
+    EXPECT_EQ(after.fills.count, before.fills.count);
+    EXPECT(after.reserved.current <= LAYERS / 2 * EXTENT);
+    close_program(&p);
+}
+
+/* What the program needs now goes before what its plan says that it will need. */
+TEST(allocation_finds_memory_though_a_plan_is_filling_all_of_it) {
+    options o = {.budget_bytes = LAYERS * EXTENT, .payload = true};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < LAYERS; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        train(&p, 40000, 0);
+        tp_mark_step(p.core, TP_STEP_ASKED);
+    }
+    (void)tp_evict_all(p.core);
+    tp_stats stats;
+    tp_core_stats(p.core, &stats);
+    const uint64_t fills = stats.fills.count;
+    const tp_access access = {p.addrs[0], false};
+    tp_op it = {.name = tp_op_name("aten::mul_.Tensor")};
+    tp_op_begin(p.core, &it, &access, 1, p.streams[0]); /* a step begins: all comes */
+    alloc(&p, BLOCKS - 1, (LAYERS - 2) * EXTENT);
+    tp_op_end(&it, NULL, 0, NULL);
+    tp_op_fini(&it);
+    tp_core_stats(p.core, &stats);
+    EXPECT(stats.planned_ops > 0 && stats.fills.count > fills);
+    EXPECT_EQ(stats.born_in_host, 0);
+    EXPECT_EQ(p.wrong, 0);
+    close_program(&p);
+}
+
+enum { WIDE = 6 };
+
+/* An operator that goes once over more than fits. */
+static void stream_over(program *p, const char *name, unsigned count) {
+    tp_access accesses[WIDE];
+    for (unsigned i = 0; i < count; i++) accesses[i] = (tp_access){p->addrs[i], true};
+    tp_op it = {.name = tp_op_name(name)};
+    tp_op_begin(p->core, &it, accesses, count, p->streams[0]);
+    MUST_OK(tp_sim_launch(p->dev, p->streams[0], nothing, NULL, 100000, &test_error));
+    tp_op_end(&it, NULL, 0, NULL);
+    tp_op_fini(&it);
+}
+
+/* What a plan leaves in HOST it leaves for one operator; whatever comes in its place finds it on the
+ * device. */
+TEST(operand_left_in_host_is_left_for_no_other_operator) {
+    options o = {.budget_bytes = 4 * EXTENT + EXTENT / 4};
+    program p = open_program(&o);
+    for (unsigned i = 0; i <= WIDE; i++) {
+        alloc(&p, i, i < WIDE ? EXTENT : GRANULE);
+        op(&p, i, 0, true, 1000);
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        op(&p, WIDE, 0, true, 1000);
+        stream_over(&p, "aten::_foreach_mul_.Scalar", WIDE);
+        tp_mark_step(p.core, TP_STEP_ASKED);
+    }
+    op(&p, WIDE, 0, true, 1000);
+    while (tp_sim_step(p.dev)) continue;
+    tp_stats before, after;
+    tp_core_stats(p.core, &before);
+    EXPECT(before.planned_ops > 0 && before.host_operators.count > 0);
+    for (unsigned i = 0; i < WIDE; i++) op(&p, i, 0, false, 100000);
+    tp_core_stats(p.core, &after);
+    EXPECT_EQ(after.host_operators.count, before.host_operators.count);
+    close_program(&p);
+}
+
+/* ---- what the device is asked ---------------------------------------------------------------- */
+
+static uint64_t queries(const program *p) {
+    return fault_device_calls(tp_core_device(p->core), FAULT_EVENT_QUERY);
+}
+
+/* All that waits for the same moment waits for one answer in each look. */
+TEST(many_extents_that_wait_for_the_device_ask_it_once) {
+    enum { MANY = 16, LOOKS = 2 * 50 };
+    options o = {.budget_bytes = (BLOCKS + 1) * EXTENT, .wrapped = true};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        alloc(&p, i, EXTENT);
+        op(&p, i, 0, true, 1000);
+    }
+    EXPECT_EQ(tp_evict_all(p.core), BLOCKS * EXTENT);
+    for (unsigned i = 0; i < BLOCKS; i++) op(&p, i, 0, false, 1000); /* CLEAN from now on */
+    op(&p, 0, 0, false, 100000000);
+    tp_core_pass_time(p.core, 1000);
+    const uint64_t before = queries(&p);
+    tp_addr large = 0; /* waits 2 ms at a time */
+    MUST_OK(tp_alloc(p.core, MANY * EXTENT, p.streams[0], 0, &large, NULL, &test_error));
+    const uint64_t asked = queries(&p) - before;
+    if (!EXPECT(asked < LOOKS * MANY / 3)) printf("  %llu\n", (unsigned long long)asked);
+    close_program(&p);
+}
+
+/* Timers of operators on one stream end in order. */
+TEST(timers_that_wait_for_the_device_ask_it_once) {
+    options o = {.budget_bytes = (BLOCKS + 1) * EXTENT, .wrapped = true};
+    program p = open_program(&o);
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        alloc(&p, i, (1 + i % 4) * GRANULE);
+        op(&p, i, 0, true, 1000);
+    }
+    (void)tp_evict_all(p.core); /* which arms it */
+    for (unsigned i = 0; i < BLOCKS; i++) op(&p, i, 0, false, 1000);
+    tp_core_pass_time(p.core, 1000000);
+    for (unsigned i = 0; i < BLOCKS; i++) op(&p, i, 0, i % 2 == 0, 10000000);
+    const uint64_t before = queries(&p);
+    tp_core_pass_time(p.core, 1000);
+    const uint64_t asked = queries(&p) - before;
+    if (!EXPECT(asked <= 8)) printf("  %llu\n", (unsigned long long)asked);
     close_program(&p);
 }
 

@@ -181,6 +181,7 @@ static world *watched;
 static point write_at;
 static int writes_left;
 static int idles_before, idles_behind; /* of a check */
+static int idles_copy;                 /* before a write-back */
 
 static void idle(tp_device *dev, void *arg) {
     (void)dev;
@@ -207,6 +208,9 @@ static void write_now(tp_device *dev, point here) {
 static tp_status watched_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src,
                               size_t bytes, tp_error *error) {
     if (dir == TP_COPY_TO_HOST) write_now(dev, BETWEEN);
+    for (int i = 0; dir == TP_COPY_TO_HOST && i < idles_copy; i++) {
+        MUST_OK(tp_sim_launch(dev, dev->copy_stream[dir], idle, NULL, 1, &test_error));
+    }
     const tp_status status = plain_copy(dev, dir, dst, src, bytes, error);
     if (dir == TP_COPY_TO_HOST) write_now(dev, BEHIND_COPY);
     return status;
@@ -283,6 +287,41 @@ static void *evict_first(void *arg) {
     /* May be called off, by an operator or the end of the block. */
     if (tp_evict(w->core, w->tensors[0].addr, NULL) != TP_OK) return NULL;
     return NULL;
+}
+
+/* Of many extents found different most wait for the link when an operator, or the end of the block,
+ * calls the eviction off: the next one begins anew. */
+static void call_off_copies(bool by_operator) {
+    enum { EXTENTS = 12 };
+    world w;
+    const world_options options = quiet(test_seed());
+    world_open(&w, &options);
+    MUST(world_alloc(&w, 0, EXTENTS * options.extent_bytes, 0));
+    MUST_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
+    read_back(&w, 0);
+    world_blind_write(&w, 0, 0);
+    world_drain(&w);
+    watch(&w, POINT_COUNT, 0);
+    idles_copy = 3000;
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, evict_first, &w) == 0);
+    while (world_stats(&w).unseen_writes.count < EXTENTS) continue;
+    if (by_operator) {
+        read_back(&w, 0);
+    } else {
+        world_free(&w, 0);
+    }
+    EXPECT_OK(tp_core_check(w.core, &test_error));
+    EXPECT(pthread_join(thread, NULL) == 0);
+    idles_copy = 0;
+    EXPECT_EQ(world_stats(&w).unseen_writes.count, EXTENTS);
+    world_close(&w);
+    EXPECT_EQ(world_violations(&w), 0);
+}
+
+TEST(eviction_called_off_forgets_the_writes_it_has_found) {
+    call_off_copies(true);
+    call_off_copies(false);
 }
 
 /* A check that takes long is called off: its frame, which it still reads, may not go away. */

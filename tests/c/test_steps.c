@@ -107,6 +107,38 @@ static const network small = {.first = 1, .layers = 20, .size = 100000, .train =
 
 /* ---- what is written down ---------------------------------------------------------------- */
 
+TEST(a_step_takes_until_the_next_one_begins) {
+    scene *s = scene_new(&wide);
+    train(s, &small);
+    train(s, &small);
+    tp_steps_settle(&s->steps);
+    EXPECT_EQ(tp_steps_last(&s->steps)->step_ns, 0); /* nothing has followed it */
+    s->now_ns += 5000;
+    const uint64_t began = s->now_ns + 1000;
+    train(s, &small);
+    EXPECT_EQ(tp_steps_last(&s->steps)->step_ns, 20 * 5 * 1000 + 5000);
+    /* Two ends in a row are one. */
+    tp_steps_settle(&s->steps);
+    tp_steps_mark(&s->steps, TP_STEP_ASKED);
+    train(s, &small);
+    EXPECT_EQ(tp_steps_last(&s->steps)->step_ns, 20 * 5 * 1000);
+    EXPECT_EQ(s->now_ns - began, 2 * 20 * 5 * 1000 - 1000);
+    scene_free(s);
+}
+
+TEST(a_step_that_was_not_seen_whole_has_no_time) {
+    scene *s = scene_new(&wide);
+    for (int i = 0; i < 2; i++) train(s, &small);
+    tp_steps_settle(&s->steps);
+    tp_steps_stop(&s->steps); /* in between nobody knows what happened */
+    s->now_ns += 1000000;
+    MUST(tp_steps_start(&s->steps));
+    for (uint32_t i = 0; i < WEIGHTS; i++) tp_steps_born(&s->steps, &s->weights[i], 1000 + i);
+    train(s, &small);
+    EXPECT_EQ(tp_steps_last(&s->steps)->step_ns, 0);
+    scene_free(s);
+}
+
 TEST(a_step_is_what_the_program_did) {
     scene *s = scene_new(&wide);
     for (int i = 0; i < 3; i++) train(s, &small);
@@ -496,6 +528,23 @@ TEST(recipes_that_stay_others_are_taken_over) {
     scene_free(s);
 }
 
+/* There is room for so many classes; who comes later is not measured, but takes time all the same. */
+TEST(operators_without_a_class_take_as_long_as_their_operands) {
+    scene *s = scene_new(&wide);
+    network n = small;
+    for (int i = 0; i < 200; i++) {
+        n.size += 1000;
+        train(s, &n);
+    }
+    for (int i = 0; i < 3; i++) train(s, &n);
+    tp_steps_settle(&s->steps);
+    const tp_step *step = tp_steps_last(&s->steps);
+    const uint32_t op = 3; /* of the second layer */
+    EXPECT_EQ(step->class_idx[op], 0);
+    EXPECT_EQ(step->trace.ops[op].device_ns, (n.size + 8) / 1000);
+    scene_free(s);
+}
+
 /* ---- where steps end --------------------------------------------------------------------- */
 
 TEST(two_optimizers_in_a_row_are_one_step) {
@@ -856,6 +905,40 @@ TEST(the_core_records_operators_and_their_times) {
     seen later = {0};
     EXPECT(tp_last_step(r.core, look_at, &later));
     EXPECT_EQ(later.number, it.number);
+    rig_close(&r);
+}
+
+static void born_where(void *ctx, const tp_step *step) {
+    for (uint32_t i = 0; i < step->trace.block_count; i++) {
+        const tp_trace_block *block = &step->trace.blocks[i];
+        if (block->bytes == BLOCK_BYTES / 2) *(uint32_t *)ctx = block->born_op;
+    }
+}
+
+/* A collective's work outlives its operator: by then the stream may be another's, or gone. */
+TEST(work_that_goes_on_is_no_operator_any_more) {
+    rig r;
+    tp_addr weights[BLOCKS];
+    open_with_weights(&r, weights);
+    for (int i = 0; i < 5; i++) {
+        const tp_access access = {weights[0], true};
+        tp_op op = {.name = tp_op_name("c10d::allreduce_.")};
+        tp_op_begin(r.core, &op, &access, 1, r.streams[0]);
+        tp_op_detach(&op, NULL);
+        rig_op(&r, 0, weights[1], BLOCK_BYTES, 1, true);
+        const tp_addr made = rig_alloc(&r, BLOCK_BYTES / 2, 0);
+        rig_op(&r, 0, made, BLOCK_BYTES / 2, 2, true);
+        tp_free(r.core, made);
+        const uint64_t before = fault_device_calls(r.dev, FAULT_EVENT_RECORD);
+        tp_op_end(&op, NULL, 0, NULL);
+        EXPECT_EQ(fault_device_calls(r.dev, FAULT_EVENT_RECORD), before);
+        tp_op_fini(&op);
+        rig_drain(&r);
+        tp_mark_step(r.core, TP_STEP_ASKED);
+    }
+    uint32_t born = TP_NO_OP;
+    MUST(tp_last_step(r.core, born_where, &born));
+    EXPECT_EQ(born, 2);
     rig_close(&r);
 }
 

@@ -104,9 +104,23 @@ static void kernel_add(kernel *k, const world_tensor *t, uint64_t value, bool wr
     k->operands[k->count++] = (kernel_operand){t->addr, t->bytes, value, write};
 }
 
+/* A missing rule may break the device itself, which answers nothing but errors from then on. */
+static bool works(world *w, tp_status status) {
+    if (status == TP_OK) return true;
+    if (w->options.rules_off != 0) {
+        atomic_fetch_add(&w->wrong, 1);
+    } else {
+        (void)test_expect_status(__FILE__, __LINE__, "the device", status, TP_OK);
+    }
+    return false;
+}
+
 static void kernel_launch(world *w, unsigned stream, kernel *k) {
     atomic_fetch_add(&w->pending, 1);
-    EXPECT_OK(tp_sim_launch(w->dev, w->streams[stream], kernel_run, k, 1000, &test_error));
+    if (works(w, tp_sim_launch(w->dev, w->streams[stream], kernel_run, k, 1000, &test_error)))
+        return;
+    atomic_fetch_sub(&w->pending, 1);
+    free(k);
 }
 
 /* ---- life ---- */
@@ -206,14 +220,14 @@ unsigned world_violations(world *w) {
 
 void world_idle(world *w, unsigned stream, int count) {
     for (int i = 0; i < count; i++) {
-        EXPECT_OK(tp_sim_launch(w->dev, w->streams[stream], idle, NULL, 1, &test_error));
+        (void)works(w, tp_sim_launch(w->dev, w->streams[stream], idle, NULL, 1, &test_error));
     }
 }
 
 static void note_use(world *w, world_tensor *t, unsigned stream) {
     t->used[stream] = true;
-    EXPECT_OK(
-        w->dev->ops->event_record(w->dev, t->last[stream], w->streams[stream], &test_error));
+    const tp_device_ops *ops = w->dev->ops;
+    (void)works(w, ops->event_record(w->dev, t->last[stream], w->streams[stream], &test_error));
 }
 
 static bool alloc(world *w, unsigned idx, size_t bytes, unsigned stream) {
@@ -260,8 +274,8 @@ void world_free(world *w, unsigned idx) {
 static void order(world *w, world_tensor *t, unsigned stream) {
     for (unsigned s = 0; s < WORLD_STREAMS; s++) {
         if (s == stream || !t->used[s]) continue;
-        EXPECT_OK(
-            w->dev->ops->stream_wait(w->dev, w->streams[stream], t->last[s], &test_error));
+        const tp_device_ops *ops = w->dev->ops;
+        (void)works(w, ops->stream_wait(w->dev, w->streams[stream], t->last[s], &test_error));
     }
 }
 

@@ -428,6 +428,24 @@ def test_forked_child_gets_pytorchs_own_allocator():
         del ours
 
 
+def test_forked_child_is_not_watched_whatever_door_is_in_use(run_python):
+    """As the workers of a data loader are forked from a process that pages on a GPU."""
+    done = run_python(
+        "-c",
+        "import os, torch\n"
+        "from torchpager import _torch_cpu\n"
+        "_torch_cpu.hook_forced(2)\n"
+        "torch.ones(4) + 1\n"
+        "before = _torch_cpu.hook_calls()\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    torch.ones(4) + 1\n"
+        "    os._exit(_torch_cpu.hook_calls() - before + _torch_cpu.hook_watches())\n"
+        "print(before > 0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n",
+    )
+    assert done.stdout == "True 0\n"
+
+
 # -- the core module ---------------------------------------------------------------------------
 
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import logging
+import time
 
 import pytest
 import torch
 
 import torchpager
-from torchpager import _control, _core, testing
+from torchpager import _control, _core, recording, testing
 
 MIB = 1 << 20
 
@@ -162,3 +163,71 @@ def test_status_says_that_p4_is_off_in_strict_mode():
         status = torchpager.status()
         assert status.p4 is False
         assert "strict" in status.reasons[0]
+
+
+def sum_up(weights, steps):
+    """Add up tensors, over and over; a step lasts at least 30 ms. Returns seconds a step."""
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        assert [each.sum().item() for each in weights] == [float(MIB)] * len(weights)
+        time.sleep(0.03)
+        torchpager.step()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def test_efficiency_is_the_bound_over_what_the_last_step_took(tmp_path):
+    with (
+        torchpager.simulate("64 MiB"),
+        torchpager.budget("16 MiB"),
+        torchpager.auto_offload(),
+    ):
+        weights = [torch.ones(MIB) for _ in range(6)]  # 24 MiB
+        seconds = sum_up(weights, 6)
+        found = torchpager.stats().efficiency
+        torchpager.save_trace(tmp_path / "sums.trace")
+        del weights
+    trace = torchpager.load_trace(tmp_path / "sums.trace")
+    bound = torchpager.roofline(trace, "16 MiB").roof_ms
+    # 8 MiB have to go and come in each step, at 55 GB/s.
+    assert bound > (16 << 20) / 101e9 * 1e3
+    # The last step that was followed by another; the time is taken between first operators.
+    assert found == pytest.approx(bound / (seconds[-2] * 1e3), rel=0.1)
+
+
+def test_there_is_no_efficiency_before_a_step_was_recorded_twice():
+    assert torchpager.stats("cpu").efficiency is None
+    with (
+        torchpager.simulate("64 MiB"),
+        torchpager.budget("16 MiB"),
+        torchpager.auto_offload(),
+    ):
+        assert torchpager.stats().efficiency is None
+        weights = [torch.ones(MIB) for _ in range(6)]
+        sum_up(weights, 1)
+        assert torchpager.stats().efficiency is None
+        sum_up(weights, 4)
+        assert 0 < torchpager.stats().efficiency < 1
+        del weights
+
+
+def test_efficiency_costs_nothing_unless_it_is_read(monkeypatch):
+    calls = []
+    real = recording.efficiency
+    monkeypatch.setattr(recording, "efficiency", lambda slot: calls.append(slot) or real(slot))
+    with (
+        torchpager.simulate("64 MiB"),
+        torchpager.budget("16 MiB"),
+        torchpager.auto_offload(),
+    ):
+        weights = [torch.ones(MIB) for _ in range(6)]
+        sum_up(weights, 5)
+        stats = torchpager.stats()
+        assert str(stats)
+        assert calls == []
+        recording._step_of.cache_clear()
+        assert stats.efficiency == stats.efficiency
+        assert calls == [_core.SIM_SLOT] * 2
+        assert recording._step_of.cache_info().misses == 1
+        del weights
