@@ -43,15 +43,21 @@ void tp_bind_settle(void) {
     if (operators != NULL) operators->settle();
 }
 
+void *tp_bind_release_gil(void) { return tp_bind_holds_gil() ? PyEval_SaveThread() : NULL; }
+
+void tp_bind_take_gil(void *token) {
+    if (token != NULL) PyEval_RestoreThread(token);
+}
+
 static void *hook_wait_begin(void *ctx) {
     (void)ctx;
     tp_bind_settle();
-    return tp_bind_holds_gil() ? PyEval_SaveThread() : NULL;
+    return tp_bind_release_gil();
 }
 
 static void hook_wait_end(void *ctx, void *token) {
     (void)ctx;
-    if (token != NULL) PyEval_RestoreThread(token);
+    tp_bind_take_gil(token);
 }
 
 static bool hook_collect(void *ctx) {
@@ -240,17 +246,25 @@ bool tp_bind_close_sim(void) {
 
 /* ---- allocating -------------------------------------------------------------------------- */
 
+void tp_bind_free(tp_core *core, tp_addr addr) {
+    const tp_bind_operators *operators = atomic_load(&operators_part);
+    if (operators != NULL) operators->freed(addr);
+    tp_free(core, addr);
+}
+
 tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream, tp_addr *out,
                         tp_oom *oom, tp_error *error) {
     const tp_bind_operators *operators = atomic_load(&operators_part);
     const tp_bind_place place = operators == NULL ? TP_BIND_OUTSIDE : operators->allocating();
-    const uint32_t flags = place == TP_BIND_OPERATOR  ? TP_ALLOC_PINNED
-                           : place == TP_BIND_UNKNOWN ? TP_ALLOC_UNKNOWN
-                                                      : 0;
+    static const uint32_t flags_of[] = {[TP_BIND_OUTSIDE] = 0,
+                                        [TP_BIND_OPERATOR] = TP_ALLOC_PINNED,
+                                        [TP_BIND_RERUN] = TP_ALLOC_PINNED | TP_ALLOC_RERUN,
+                                        [TP_BIND_UNKNOWN] = TP_ALLOC_UNKNOWN};
+    const uint32_t flags = flags_of[place];
     tp_addr addr = 0;
     const tp_status status = tp_alloc(core, bytes, stream, flags, &addr, oom, error);
     if (status != TP_OK) return status;
-    if (place == TP_BIND_OPERATOR) operators->on_alloc(core, addr, stream);
+    if ((flags & TP_ALLOC_PINNED) != 0) operators->on_alloc(core, addr, stream);
     *out = addr;
     return TP_OK;
 }

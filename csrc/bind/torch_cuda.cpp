@@ -65,7 +65,7 @@ void write_down_free(tp_core *core, const void *ptr) noexcept {
 
 void our_free(tp_core *core, void *ptr) {
     if (C10_UNLIKELY(history().enabled())) write_down_free(core, ptr);
-    tp_free(core, addr_of(ptr));
+    tp_bind_free(core, addr_of(ptr));
 }
 
 void door_delete(void *ptr) {

@@ -246,7 +246,9 @@ static bool fail_in_one_alloc(lone_alloc *a, uint64_t nth) {
     /* A block that was never seen as a tensor stays where it is. */
     const uint32_t flags = a->budget_granules == TIGHT_GRANULES ? TP_ALLOC_SEEN : 0;
     MUST_OK(tp_alloc(core, HELD_GRANULES * granule, NULL, flags, &held, NULL, &test_error));
-    const fault_plan plan = {.nth = nth, .calls = FAULT_ALL_CALLS & ~(1u << FAULT_EVENT_QUERY)};
+    /* Not the bind of the pager's thread, which may begin only now: without it nothing works. */
+    const uint32_t others = 1u << FAULT_EVENT_QUERY | 1u << FAULT_BIND_THREAD;
+    const fault_plan plan = {.nth = nth, .calls = FAULT_ALL_CALLS & ~others};
     fault_device_arm(dev, &plan);
     const tp_status status = tp_alloc(core, wanted, NULL, 0, &addr, NULL, &test_error);
     const bool fired = fault_device_fired(dev);
