@@ -228,7 +228,7 @@ void *tp_bind_make_plan(void *args, void *kwargs, tp_error *error) {
     unsigned long long budget, alone, both;
     int no_keep = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            (PyObject *)args, (PyObject *)kwargs, "$y*y*y*y*y*y*y*y*y*y*y*y*y*KKK|p:make_plan",
+            (PyObject *)args, (PyObject *)kwargs, "$y*y*y*y*y*y*y*y*y*y*y*y*y*KKKp:make_plan",
             names, &columns[0], &columns[1], &columns[2], &columns[3], &columns[4], &columns[5],
             &columns[6], &columns[7], &columns[8], &columns[9], &columns[10], &columns[11],
             &columns[12], &budget, &alone, &both, &no_keep))

@@ -181,7 +181,9 @@ TEST(a_program_that_leaves_its_plans_has_right_bytes) {
     uint64_t seed = test_seed();
     open_program(&p, true);
     const unsigned rounds = test_rounds(40);
-    for (unsigned i = 0; i < rounds || (i < 80 && rig_stats(&p.r).plans.count < 2); i++) {
+    for (unsigned i = 0; i < rounds || i < 80; i++) {
+        const tp_stats stats = rig_stats(&p.r);
+        if (i >= rounds && stats.plans.count > 1 && stats.planned_ops > 0) break;
         wander(&p, &seed);
         if (i % 8 == 7) {
             const size_t budget = BUDGET + (test_random(&seed) % 5) * RIG_EXTENT;

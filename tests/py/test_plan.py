@@ -390,6 +390,7 @@ def columns(**changes):
         "budget_bytes": 8 * MIB,
         "link_bytes_per_s": 55 * 10**9,
         "link_both_bytes_per_s": 101 * 10**9,
+        "no_keep": False,
     }
     return whole | changes
 
