@@ -65,9 +65,13 @@ static void hook_wait_end(void *ctx, void *token) {
     tp_bind_take_gil(token);
 }
 
+static _Thread_local bool python_is_out;
+
+void tp_bind_keep_python_out(bool out) { python_is_out = out; }
+
 static bool hook_collect(void *ctx) {
     (void)ctx;
-    if (!tp_bind_holds_gil()) return false;
+    if (python_is_out || !tp_bind_holds_gil()) return false;
     (void)PyGC_Collect(); /* keeps an exception that is on its way */
     return true;
 }

@@ -85,6 +85,9 @@ void tp_bind_settle(void);
 
 /* True if this thread holds the GIL of a running interpreter. */
 bool tp_bind_holds_gil(void);
+/* While it is so, an allocation of this thread that finds no memory collects no garbage: what that
+ * runs would run without the thread's own autograd and modes. */
+TP_API void tp_bind_keep_python_out(bool out);
 /* Around a wait: lets go of the GIL if this thread holds it; NULL: it did not. */
 TP_API void *tp_bind_release_gil(void);
 TP_API void tp_bind_take_gil(void *token);

@@ -512,7 +512,7 @@ bool is_plain_thread() {
         c10::DispatchKeySet(c10::DispatchKey::Functionalize);
     return !keys.included_.has_any(others) &&
            torch::autograd::get_current_graph_task_id() < 0 &&
-           !at::SavedTensorDefaultHooks::get_hooks().has_value();
+           at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
 }
 
 c10::Stream current_stream(c10::Device device) {
@@ -699,6 +699,7 @@ class Quiet {
                     c10::autocast_dispatch_keyset | c10::python_ks),
           device_(recipe.stream.device()), numerics_(recipe.numerics) {
         rerunning = true;
+        tp_bind_keep_python_out(true);
         const c10::Stream now = current_stream(recipe.stream.device());
         if (now != recipe.stream) {
             /* Whoever reads the leaves here has not waited for who wrote them there. */
@@ -707,7 +708,10 @@ class Quiet {
             written.block(now);
         }
     }
-    ~Quiet() { rerunning = before_; }
+    ~Quiet() {
+        rerunning = before_;
+        tp_bind_keep_python_out(before_);
+    }
     Quiet(const Quiet &) = delete;
     Quiet &operator=(const Quiet &) = delete;
 
