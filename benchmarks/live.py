@@ -268,7 +268,8 @@ class Session:
         usual, few = self.steps
         steps = few if row.slow else usual
         settings = self.settings | {
-            "workload": self.workload, "paged": row.paged, "recompute": row.recompute, "peer": row.peer,
+            "workload": self.workload, "paged": row.paged, "recompute": row.recompute,
+            "peer": row.peer,
             "budget_bytes": budget_bytes, "steps": steps.total, "warm_steps": steps.warm,
             # Native is what both kinds of row are compared with.
             "compare_after": [few.total, usual.total] if row.name == "native"
