@@ -42,6 +42,7 @@ CORE_BIND = (
 CPU_SOURCES = (
     "torch_hook.cpp",
     "torch_collectives.cpp",
+    "torch_recompute.cpp",
     "torch_announced.cpp",
     "torch_cpu.cpp",
 )

@@ -65,10 +65,11 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
     parser.add_argument("--shares", default="75,50,40", help="budgets in percent of the peak")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--recompute", action="store_true", help="make again what is cheaper")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     settings = ON_GPU if arguments.device == "cuda" else {"device": "cpu", "seed": 1} | ON_CPU
-    settings = settings | {"steps": arguments.steps}
+    settings = settings | {"steps": arguments.steps, "recompute": arguments.recompute}
     native, peak = reference(settings)
     runs = [native]
     unit = settings["large_min_bytes"] or 2 << 20

@@ -77,6 +77,8 @@ class Row:
         As ``live_peers.make_peer`` knows it; "": nothing is changed.
     slow
         A few steps have to do.
+    recompute
+        Inside torchpager, with ``auto_offload(recompute=True)``.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Row:
     budget: str | None = None
     peer: str = ""
     slow: bool = False
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,12 @@ def ours(budget: str, peer: str = "") -> Row:
     return Row("-".join(parts), paged=True, budget=budget, peer=peer)
 
 
+def again(budget: str) -> Row:
+    """Return a row inside a budget, where bytes may be made again instead of moved."""
+    name = f"again-{budget.replace(' ', '')}"
+    return Row(name, paged=True, budget=budget, recompute=True)
+
+
 def peers(*names: str, slow: Sequence[str] = ()) -> tuple[Row, ...]:
     """Return the rows of other tools."""
     rows = [Row(name, peer=name) for name in names]
@@ -112,18 +121,25 @@ def peers(*names: str, slow: Sequence[str] = ()) -> tuple[Row, ...]:
 
 
 FIRST = (Row("native"), Row("ours", paged=True), *map(ours, SHARES))
+AGAIN_ROWS = tuple(map(again, SHARES))
 ROWS: dict[str, tuple[Row, ...]] = {
     "gpt": (
         *FIRST,
+        *AGAIN_ROWS,
         ours("24 GiB"),
         ours("16.4 GiB"),
+        again("41%"),
         ours("14 GiB", "checkpoint"),
         *peers("selective", "checkpoint-75%", "checkpoint", "torchao", "torchao+checkpoint"),
         *peers(slow=("save_on_cpu", "fsdp2", "fsdp2+checkpoint")),
     ),
     "llama-generate": (*FIRST, *peers(slow=("dispatch-50%", "cpu_offload"))),
 }
-TRAINING = (*FIRST, *peers("selective", "checkpoint-50%", "checkpoint", slow=("save_on_cpu",)))
+TRAINING = (
+    *FIRST,
+    *AGAIN_ROWS,
+    *peers("selective", "checkpoint-50%", "checkpoint", slow=("save_on_cpu",)),
+)
 # By workload: steps of a row, and of a slow one.
 STEPS = {False: (Steps(5, 10), Steps(2, 3)), True: (Steps(8, 24), Steps(2, 4))}
 TOKENS = {"llama-generate"}
@@ -252,7 +268,8 @@ class Session:
         usual, few = self.steps
         steps = few if row.slow else usual
         settings = self.settings | {
-            "workload": self.workload, "paged": row.paged, "peer": row.peer,
+            "workload": self.workload, "paged": row.paged, "recompute": row.recompute,
+            "peer": row.peer,
             "budget_bytes": budget_bytes, "steps": steps.total, "warm_steps": steps.warm,
             # Native is what both kinds of row are compared with.
             "compare_after": [few.total, usual.total] if row.name == "native"

@@ -12,6 +12,7 @@
 #include "pager/access.h"
 #include "pager/alloc.h"
 #include "pager/arming.h"
+#include "pager/drop.h"
 #include "pager/extent.h"
 #include "pager/learn.h"
 #include "pager/name.h"
@@ -122,6 +123,15 @@ void tp_core_set_planning(tp_core *core, bool planning) {
     leave(pager);
 }
 
+void tp_core_set_recompute(tp_core *core, bool recompute) {
+    tp_pager *pager = enter(core);
+    const bool changes = pager->plans.recompute != recompute;
+    pager->plans.recompute = recompute;
+    if (!recompute) pager->executor.drop_count = 0;
+    if (changes) tp_plans_renew(pager);
+    leave(pager);
+}
+
 void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks) {
     tp_pager *pager = enter(core);
     pager->hooks = *hooks;
@@ -187,6 +197,26 @@ void tp_free(tp_core *core, tp_addr addr) {
             tp_block_free(pager, block);
         }
     }
+    leave(pager);
+}
+
+tp_status tp_drop(tp_core *core, tp_addr addr, tp_stream stream, tp_dropped **out,
+                  tp_error *error) {
+    tp_pager *pager = enter(core);
+    const tp_status status = tp_block_drop(pager, addr, stream, out, error);
+    leave(pager);
+    return status;
+}
+
+void tp_bring_back(tp_core *core, tp_dropped *dropped, tp_addr addr, tp_stream stream) {
+    tp_pager *pager = enter(core);
+    tp_block_bring_back(pager, dropped, addr, stream);
+    leave(pager);
+}
+
+void tp_drop_end(tp_core *core, tp_dropped *dropped) {
+    tp_pager *pager = enter(core);
+    tp_dropped_end(pager, dropped);
     leave(pager);
 }
 
@@ -265,6 +295,18 @@ bool tp_block_visit(tp_core *core, void (*visit)(void *ctx, const tp_block_info 
 
 /* ---- operators --------------------------------------------------------------------------------- */
 
+/* Tells of blocks that the plan drops. `accesses`: of the operator that begins. Drops the lock. */
+static void tell_drops(tp_core *core, const tp_access *accesses, size_t count) {
+    tp_pager *pager = &core->pager;
+    tp_addr addrs[TP_DROPS_MAX];
+    const uint32_t taken = tp_executor_take_drops(pager, accesses, count, addrs);
+    const tp_hooks hooks = pager->hooks;
+    if (taken == 0 || hooks.drop == NULL) return;
+    leave(pager);
+    for (uint32_t i = 0; i < taken; i++) hooks.drop(hooks.ctx, core, addrs[i]);
+    (void)enter(core);
+}
+
 void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t count,
                  tp_stream stream) {
     op->core = core;
@@ -273,8 +315,11 @@ void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t cou
         tp_regions_stand(pager);
         (void)tp_resize_evict_all(pager);
     }
+    pager->rerun_count += op->rerun;
     tp_learn_begin(pager, op, accesses, count, stream);
     if (op->record != 0) tp_executor_begin(pager);
+    op->keep_recipe = op->recipe && op->record != 0 && tp_executor_needs_recipe(pager);
+    if (pager->executor.drop_count > 0 && !op->rerun) tell_drops(core, accesses, count);
     tp_access_begin(pager, op, accesses, count, stream);
     tp_learn_started(pager, op);
     leave(pager);
@@ -295,12 +340,15 @@ void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *pa
     tp_pager *pager = enter(op->core);
     tp_learn_end(pager, op, outputs, output_count);
     tp_access_end(pager, op, outputs, output_count, parent);
+    if (op->rerun) pager->rerun_count--;
     if (detached) {
         /* Perhaps on a thread that waits in a function of ours: its regions go on standing. */
         tp_lock_drop(&pager->lock);
         return;
     }
+    if (pager->verify.check_count > 0) tp_verify_poll(pager);
     tp_executor_launched(pager);
+    if (pager->executor.drop_count > 0 && !op->rerun) tell_drops(op->core, NULL, 0);
     tp_pager_catch_up(pager);
     leave(pager);
 }
@@ -362,6 +410,7 @@ uint64_t tp_use_clock(tp_core *core) {
 
 void tp_mark_step(tp_core *core, tp_step_mark mark) {
     tp_pager *pager = enter(core);
+    tp_verify_poll(pager);
     tp_steps_mark(&pager->steps, mark);
     tp_pager_wake(pager);
     leave(pager);
@@ -508,6 +557,7 @@ tp_status tp_core_check(tp_core *core, tp_error *error) {
 
 void tp_core_stats(tp_core *core, tp_stats *out) {
     tp_pager *pager = enter(core);
+    tp_verify_poll(pager);
     *out = pager->stats;
     out->device_budget = pager->budget.limit_bytes;
     out->host_budget = pager->budget.host_limit_bytes;

@@ -63,6 +63,10 @@ TP_API TP_MUST_USE tp_status tp_core_set_offload(tp_core *core, bool offload, tp
 /* Whether plans are made and followed; they are, unless this says otherwise. Without them bytes move
  * on demand. */
 TP_API void tp_core_set_planning(tp_core *core, bool planning);
+/* Whether plans may drop blocks of operators with recipes (tp_op.recipe) and count on their being made
+ * again; they may not, unless this says so. Then the hook `drop` tells of them, and tp_op.keep_recipe
+ * says what may be asked for. Plans are made anew. */
+TP_API void tp_core_set_recompute(tp_core *core, bool recompute);
 TP_API void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks);
 /* Makes room in the budget for `bytes` more of the foreign allocator: gives up cached frames, then
  * evicts, then tells it through foreign_cap. *granted_cap_bytes: what it may hold now. May wait. */
@@ -86,6 +90,17 @@ TP_API void tp_record_stream(tp_core *core, tp_addr addr, tp_stream stream);
 /* True if `addr` lies in an address range of ours. Takes no lock; a few loads. */
 TP_API bool tp_owns(const tp_core *core, tp_addr addr);
 
+/* The bytes of the block that begins at `addr` can be made again, and go: the block, used last on
+ * `stream`, is freed, with *out to stand for its storage. TP_BUSY: it is in use, immovable or not known to be a tensor, or an
+ * opaque region is open. TP_NO_HOST_MEMORY: no room could be kept for it. Never waits. */
+TP_API TP_MUST_USE tp_status tp_drop(tp_core *core, tp_addr addr, tp_stream stream,
+                                     tp_dropped **out, tp_error *error);
+/* They are back, in the block at `addr`, made with TP_ALLOC_RERUN, on `stream`. Frees `dropped`. When
+ * they turn out to be other bytes the core fails with TP_NOT_THE_SAME. */
+TP_API void tp_bring_back(tp_core *core, tp_dropped *dropped, tp_addr addr, tp_stream stream);
+/* The storage is gone. Frees `dropped`. */
+TP_API void tp_drop_end(tp_core *core, tp_dropped *dropped);
+
 /* False: no live block holds that address. */
 TP_API bool tp_block_query(tp_core *core, tp_addr addr, tp_block_info *out);
 /* Calls `visit` for each live block, on a copy made under the lock. False: out of host memory. */
@@ -95,15 +110,15 @@ TP_API bool tp_block_visit(tp_core *core, void (*visit)(void *ctx, const tp_bloc
 /* ---- operators ------------------------------------------------------------------------------- */
 
 /* An operator is about to be launched on `stream`: pins its operands, all at once, makes them
- * resident or leaves them in HOST when that cannot be, marks written ones dirty. May wait; never
- * fails and never waits without bound. */
+ * resident or leaves them in HOST when that cannot be, marks written ones dirty. Sets
+ * op->keep_recipe. May call the hook `drop`. May wait; never fails and never waits without bound. */
 TP_API void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t count,
                         tp_stream stream);
 /* A block allocated (with TP_ALLOC_PINNED) while `op` is the innermost one on its thread: it stays
  * pinned until that operator ends, and then until `parent` does. */
 TP_API void tp_op_adopt(tp_op *op, tp_addr addr);
 /* The operator has been launched: records last-use markers, unpins. `outputs` are marked as seen.
- * Blocks adopted pass to `parent` (nullable). Never waits. */
+ * Blocks adopted pass to `parent` (nullable). May call the hook `drop`. Never waits. */
 TP_API void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *parent);
 
 /* The operator has returned, but its work goes on, on threads and streams we know nothing of, until

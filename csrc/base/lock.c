@@ -3,6 +3,7 @@
 #include "base/lock.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <time.h>
 
 #include "base/check.h"
@@ -92,4 +93,11 @@ uint64_t tp_now_ns(void) {
     struct timespec ts;
     (void)clock_gettime(CLOCK_MONOTONIC, &ts);
     return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+uint64_t tp_this_thread(void) {
+    static atomic_uint_fast64_t thread_count;
+    static _Thread_local uint64_t thread;
+    if (thread == 0) thread = atomic_fetch_add(&thread_count, 1) + 1;
+    return thread;
 }

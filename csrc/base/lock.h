@@ -41,4 +41,7 @@ bool tp_cond_wait(tp_cond *cond, tp_lock *lock, uint64_t timeout_ns);
 /* Monotonic time in nanoseconds. */
 uint64_t tp_now_ns(void);
 
+/* The number of this thread, not 0 and never another thread's: unlike the system's. */
+uint64_t tp_this_thread(void);
+
 #endif

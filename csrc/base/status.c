@@ -12,6 +12,7 @@ const char *tp_status_name(tp_status status) {
     case TP_UNSUPPORTED: return "UNSUPPORTED";
     case TP_DEVICE_ERROR: return "DEVICE_ERROR";
     case TP_BUSY: return "BUSY";
+    case TP_NOT_THE_SAME: return "NOT_THE_SAME";
     case TP_FAILED: return "FAILED";
     }
     return "UNKNOWN";

@@ -25,6 +25,7 @@ typedef enum tp_status {
     TP_UNSUPPORTED,    /* this device or driver cannot do it */
     TP_DEVICE_ERROR,   /* a driver call failed; tp_error.driver_code says how */
     TP_BUSY,           /* not now: the thing asked about is in use */
+    TP_NOT_THE_SAME,   /* bytes that were made again are others than those that were dropped */
     TP_FAILED          /* the pager is in FAILED: contents may be in doubt */
 } tp_status;
 

@@ -38,25 +38,40 @@ bool tp_bind_holds_gil(void) {
     return state != NULL && state == current_thread_state();
 }
 
+void tp_bind_bring_back(tp_core *core) {
+    const tp_bind_operators *operators = atomic_load(&operators_part);
+    if (operators != NULL) operators->bring_back(core);
+}
+
 void tp_bind_settle(void) {
     const tp_bind_operators *operators = atomic_load(&operators_part);
     if (operators != NULL) operators->settle();
 }
 
+void *tp_bind_release_gil(void) { return tp_bind_holds_gil() ? PyEval_SaveThread() : NULL; }
+
+void tp_bind_take_gil(void *token) {
+    if (token != NULL) PyEval_RestoreThread(token);
+}
+
 static void *hook_wait_begin(void *ctx) {
     (void)ctx;
     tp_bind_settle();
-    return tp_bind_holds_gil() ? PyEval_SaveThread() : NULL;
+    return tp_bind_release_gil();
 }
 
 static void hook_wait_end(void *ctx, void *token) {
     (void)ctx;
-    if (token != NULL) PyEval_RestoreThread(token);
+    tp_bind_take_gil(token);
 }
+
+static _Thread_local bool python_is_out;
+
+void tp_bind_keep_python_out(bool out) { python_is_out = out; }
 
 static bool hook_collect(void *ctx) {
     (void)ctx;
-    if (!tp_bind_holds_gil()) return false;
+    if (python_is_out || !tp_bind_holds_gil()) return false;
     (void)PyGC_Collect(); /* keeps an exception that is on its way */
     return true;
 }
@@ -71,6 +86,12 @@ static void hook_arm(void *ctx, tp_arming level) {
 static void hook_first_paging(void *ctx) {
     void (*callback)(int) = atomic_load(&first_paging_part);
     if (callback != NULL) callback(((slot_state *)ctx)->slot);
+}
+
+static void hook_drop(void *ctx, tp_core *core, tp_addr addr) {
+    (void)ctx;
+    const tp_bind_operators *operators = atomic_load(&operators_part);
+    if (operators != NULL) operators->drop(core, addr);
 }
 
 /* Which block it was is in the statistics. */
@@ -108,6 +129,7 @@ static tp_hooks compose(int slot) {
         .wait_end = hook_wait_end,
         .collect = hook_collect,
         .arm = hook_arm,
+        .drop = hook_drop,
         .first_paging = hook_first_paging,
         .unseen_write = hook_unseen_write,
     };
@@ -214,7 +236,7 @@ static tp_core *detach_sim(bool *alive) {
     if (core == NULL) return NULL;
     tp_stats stats;
     tp_core_stats(core, &stats);
-    *alive = stats.block_count != 0 || stats.regions_open != 0;
+    *alive = stats.block_count != 0 || stats.regions_open != 0 || stats.dropped.current != 0;
     if (*alive) return NULL;
     tp_unregister(TP_SLOT_SIM);
     return core;
@@ -240,17 +262,25 @@ bool tp_bind_close_sim(void) {
 
 /* ---- allocating -------------------------------------------------------------------------- */
 
+void tp_bind_free(tp_core *core, tp_addr addr) {
+    const tp_bind_operators *operators = atomic_load(&operators_part);
+    if (operators != NULL) operators->freed(addr);
+    tp_free(core, addr);
+}
+
 tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream, tp_addr *out,
                         tp_oom *oom, tp_error *error) {
     const tp_bind_operators *operators = atomic_load(&operators_part);
     const tp_bind_place place = operators == NULL ? TP_BIND_OUTSIDE : operators->allocating();
-    const uint32_t flags = place == TP_BIND_OPERATOR  ? TP_ALLOC_PINNED
-                           : place == TP_BIND_UNKNOWN ? TP_ALLOC_UNKNOWN
-                                                      : 0;
+    static const uint32_t flags_of[] = {[TP_BIND_OUTSIDE] = 0,
+                                        [TP_BIND_OPERATOR] = TP_ALLOC_PINNED,
+                                        [TP_BIND_RERUN] = TP_ALLOC_PINNED | TP_ALLOC_RERUN,
+                                        [TP_BIND_UNKNOWN] = TP_ALLOC_UNKNOWN};
+    const uint32_t flags = flags_of[place];
     tp_addr addr = 0;
     const tp_status status = tp_alloc(core, bytes, stream, flags, &addr, oom, error);
     if (status != TP_OK) return status;
-    if (place == TP_BIND_OPERATOR) operators->on_alloc(core, addr, stream);
+    if ((flags & TP_ALLOC_PINNED) != 0) operators->on_alloc(core, addr, stream);
     *out = addr;
     return TP_OK;
 }

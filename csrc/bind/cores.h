@@ -22,6 +22,7 @@ extern "C" {
 typedef enum tp_bind_place {
     TP_BIND_OUTSIDE,  /* of every operator */
     TP_BIND_OPERATOR, /* in one that the hook knows */
+    TP_BIND_RERUN,    /* in one that makes again what was dropped */
     TP_BIND_UNKNOWN   /* perhaps in one that began before the hook was armed */
 } tp_bind_place;
 
@@ -35,6 +36,9 @@ typedef struct tp_bind_operators {
      * asked for. Also without the GIL. */
     void (*settle)(void);
     void (*forget)(tp_core *core); /* it is about to be destroyed. Without the GIL */
+    void (*freed)(tp_addr addr);   /* before every tp_free */
+    void (*drop)(tp_core *core, tp_addr addr); /* tp_hooks.drop */
+    void (*bring_back)(tp_core *core);         /* all that is dropped */
 } tp_bind_operators;
 
 /* The framework's own allocator on a device, which shares the core's budget (tp_hooks). */
@@ -70,11 +74,23 @@ bool tp_bind_close_sim(void);
 TP_API TP_MUST_USE tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream,
                                            tp_addr *out, tp_oom *oom, tp_error *error);
 
+/* tp_free for a door. */
+TP_API void tp_bind_free(tp_core *core, tp_addr addr);
+
+/* Everything that is dropped comes back; before a capture, on its stream. May wait. */
+TP_API void tp_bind_bring_back(tp_core *core);
+
 /* tp_bind_operators.settle, if there is a hook. */
 void tp_bind_settle(void);
 
 /* True if this thread holds the GIL of a running interpreter. */
 bool tp_bind_holds_gil(void);
+/* While it is so, an allocation of this thread that finds no memory collects no garbage: what that
+ * runs would run without the thread's own autograd and modes. */
+TP_API void tp_bind_keep_python_out(bool out);
+/* Around a wait: lets go of the GIL if this thread holds it; NULL: it did not. */
+TP_API void *tp_bind_release_gil(void);
+TP_API void tp_bind_take_gil(void *token);
 
 #ifdef __cplusplus
 }

@@ -188,15 +188,15 @@ static int slot_of(const tp_core *core) {
 /* ---- life -------------------------------------------------------------------------------- */
 
 static PyObject *core_sim_open(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {
-        "device_bytes",       "granularity", "large_min", "extent_max", "strict",
-        "page_out_before_op", "seed",        "poison",    "readonly",   NULL};
+    static char *names[] = {"device_bytes", "granularity",        "large_min", "extent_max",
+                            "strict",       "page_out_before_op", "seed",      "poison",
+                            "readonly",     "link_bytes_per_s",   NULL};
     Py_ssize_t device_bytes = 0, granularity = 0, large_min = 0, extent_max = 0;
-    unsigned long long seed = 0;
+    unsigned long long seed = 0, link = 0;
     int strict = 0, page_out = 0, poison = 1, readonly = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$nnnnppKpp", names, &device_bytes,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$nnnnppKppK", names, &device_bytes,
                                      &granularity, &large_min, &extent_max, &strict, &page_out,
-                                     &seed, &poison, &readonly)) {
+                                     &seed, &poison, &readonly, &link)) {
         return NULL;
     }
     if (device_bytes <= 0 || granularity <= 0 || large_min < 0 || extent_max < 0) {
@@ -208,6 +208,7 @@ static PyObject *core_sim_open(PyObject *module, PyObject *args, PyObject *kwarg
         .granularity_bytes = (size_t)granularity,
         .seed = seed,
         .poison = poison != 0,
+        .link_bytes_per_s = link,
     };
     const tp_config config = {
         .large_min_bytes = (size_t)large_min,
@@ -385,6 +386,17 @@ static PyObject *core_set_offload(PyObject *module, PyObject *args) {
     status = tp_core_set_offload(core, offload != 0, &error);
     Py_END_ALLOW_THREADS;
     return none_or_error(module, status, &error);
+}
+
+static PyObject *core_set_recompute(PyObject *module, PyObject *args) {
+    int slot, recompute;
+    if (!PyArg_ParseTuple(args, "ip", &slot, &recompute)) return NULL;
+    tp_core *core = core_at(module, slot);
+    if (core == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    tp_core_set_recompute(core, recompute != 0);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
 }
 
 static PyObject *core_set_planning(PyObject *module, PyObject *args) {
@@ -630,6 +642,7 @@ static int put_gauges(PyObject *dict, const tp_stats *stats) {
     bad |= put_gauge(dict, "host", &stats->host);
     bad |= put_gauge(dict, "host_held", &stats->host_held);
     bad |= put_gauge(dict, "pinned", &stats->pinned);
+    bad |= put_gauge(dict, "dropped", &stats->dropped);
     bad |= put_gauge(dict, "held", &stats->held);
     return bad;
 }
@@ -647,6 +660,8 @@ static int put_tallies(PyObject *dict, const tp_stats *stats) {
     bad |= put_tally(dict, "fingerprints", &stats->fingerprints);
     bad |= put_tally(dict, "plans", &stats->plans);
     bad |= put_u64(dict, "planned_ops", stats->planned_ops);
+    bad |= put_tally(dict, "drops", &stats->drops);
+    bad |= put_tally(dict, "reruns", &stats->reruns);
     bad |= put_tally(dict, "discards", &stats->discards);
     bad |= put_tally(dict, "frame_creates", &stats->frame_creates);
     bad |= put_tally(dict, "frame_releases", &stats->frame_releases);
@@ -655,6 +670,9 @@ static int put_tallies(PyObject *dict, const tp_stats *stats) {
 
 static int put_counts(PyObject *dict, const tp_stats *stats) {
     int bad = put_u64(dict, "alloc_count", stats->alloc_count);
+    bad |= put_u64(dict, "planned_drop_bytes", stats->planned_drop_bytes);
+    bad |= put_u64(dict, "wrong_reruns", stats->wrong_reruns);
+    bad |= put_u64(dict, "unverified_reruns", stats->unverified_reruns);
     bad |= put_u64(dict, "free_count", stats->free_count);
     bad |= put_u64(dict, "cache_hits", stats->cache_hits);
     bad |= put_u64(dict, "born_in_host", stats->born_in_host);
@@ -822,6 +840,7 @@ static PyMethodDef methods[] = {
     {"set_budget", core_set_budget, METH_VARARGS, NULL},
     {"get_budget", core_get_budget, METH_VARARGS, NULL},
     {"set_offload", core_set_offload, METH_VARARGS, NULL},
+    {"set_recompute", core_set_recompute, METH_VARARGS, NULL},
     {"set_planning", core_set_planning, METH_VARARGS, NULL},
     {"empty_cache", core_empty_cache, METH_VARARGS, NULL},
     {"owns", core_owns, METH_O, NULL},

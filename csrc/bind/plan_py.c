@@ -222,19 +222,22 @@ void *tp_bind_make_plan(void *args, void *kwargs, tp_error *error) {
                             "budget_bytes",
                             "link_bytes_per_s",
                             "link_both_bytes_per_s",
+                            "no_keep",
                             NULL};
     Py_buffer columns[COLUMNS];
     unsigned long long budget, alone, both;
+    int no_keep = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            (PyObject *)args, (PyObject *)kwargs, "$y*y*y*y*y*y*y*y*y*y*y*y*y*KKK:make_plan",
+            (PyObject *)args, (PyObject *)kwargs, "$y*y*y*y*y*y*y*y*y*y*y*y*y*KKKp:make_plan",
             names, &columns[0], &columns[1], &columns[2], &columns[3], &columns[4], &columns[5],
             &columns[6], &columns[7], &columns[8], &columns[9], &columns[10], &columns[11],
-            &columns[12], &budget, &alone, &both))
+            &columns[12], &budget, &alone, &both, &no_keep))
         return NULL;
     tp_plan_config config;
     tp_plan_config_init(&config, budget);
     config.link_bytes_per_s = alone;
     config.link_both_bytes_per_s = both;
+    config.no_keep = no_keep != 0;
     PyObject *answer = plan_columns(columns, &config, error);
     for (int i = 0; i < COLUMNS; i++) PyBuffer_Release(&columns[i]);
     return answer;

@@ -15,6 +15,7 @@
 #include "bind/torch_announced.h"
 #include "bind/torch_collectives.h"
 #include "bind/torch_hook.h"
+#include "bind/torch_recompute.h"
 
 namespace torchpager {
 namespace {
@@ -27,7 +28,7 @@ void door_delete(void *ptr) {
     if (core == nullptr) {
         native_deleter.load(std::memory_order_relaxed)(ptr);
     } else if (!forked.load(std::memory_order_relaxed)) {
-        tp_free(core, addr_of(ptr));
+        tp_bind_free(core, addr_of(ptr));
     }
 }
 
@@ -230,6 +231,37 @@ PyObject *cpu_defer_collectives(PyObject *, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
+PyObject *cpu_recompute_mode(PyObject *, PyObject *arg) {
+    const long mode = PyLong_AsLong(arg);
+    if (mode == -1 && PyErr_Occurred()) return nullptr;
+    if (mode < kRecomputeOff || mode > kRecomputeForced) {
+        PyErr_Format(PyExc_ValueError, "mode is %ld; possible are 0 to %d", mode,
+                     static_cast<int>(kRecomputeForced));
+        return nullptr;
+    }
+    recompute_set_mode(static_cast<RecomputeMode>(mode));
+    Py_RETURN_NONE;
+}
+
+PyObject *cpu_recompute_counts(PyObject *, PyObject *) {
+    const RecomputeCounts counts = recompute_counts();
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K}", "trials", counts.trials, "failed_trials",
+                         counts.failed_trials, "failed_reruns", counts.failed_reruns,
+                         "refused_held", counts.refused_held, "refused_inputs",
+                         counts.refused_inputs);
+}
+
+PyObject *cpu_bring_back(PyObject *, PyObject *object) {
+    HANDLE_TH_ERRORS
+    if (object == Py_None) return PyBool_FromLong(recompute_bring_all_back(nullptr));
+    c10::StorageImpl *storage = storage_of(object);
+    if (storage == nullptr) return nullptr;
+    const std::vector<Touch> touches{{storage, false}};
+    (void)recompute_before_region(touches);
+    return PyBool_FromLong(!recompute_any_dropped(touches));
+    END_HANDLE_TH_ERRORS
+}
+
 PyObject *cpu_hook_watches(PyObject *, PyObject *) { return PyBool_FromLong(hook_watches()); }
 
 PyMethodDef methods[] = {
@@ -244,6 +276,9 @@ PyMethodDef methods[] = {
     {"is_door_storage", cpu_is_door_storage, METH_O, nullptr},
     {"hook_calls", cpu_hook_calls, METH_NOARGS, nullptr},
     {"hook_forced", cpu_hook_forced, METH_O, nullptr},
+    {"recompute_mode", cpu_recompute_mode, METH_O, nullptr},
+    {"recompute_counts", cpu_recompute_counts, METH_NOARGS, nullptr},
+    {"bring_back", cpu_bring_back, METH_O, nullptr},
     {"defer_collectives", cpu_defer_collectives, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -65,7 +65,7 @@ void write_down_free(tp_core *core, const void *ptr) noexcept {
 
 void our_free(tp_core *core, void *ptr) {
     if (C10_UNLIKELY(history().enabled())) write_down_free(core, ptr);
-    tp_free(core, addr_of(ptr));
+    tp_bind_free(core, addr_of(ptr));
 }
 
 void door_delete(void *ptr) {
@@ -339,6 +339,7 @@ void capture_begin() {
     for (int device = 0; device < kDevices; device++) {
         tp_core *core = tp_core_at(device);
         if (core == nullptr) continue;
+        tp_bind_bring_back(core);
         widen_for_capture(core, device);
         tp_capture_begin(core);
         told.push_back(core);

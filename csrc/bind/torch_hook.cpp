@@ -40,6 +40,7 @@
 
 #include "bind/cores.h"
 #include "bind/torch_collectives.h"
+#include "bind/torch_recompute.h"
 
 namespace torchpager {
 namespace {
@@ -209,7 +210,10 @@ struct OperatorUse {
     bool collective = false;  /* its work goes on after it has returned */
     bool waited_for = false;  /* and on CPU tensors is done only once the program has waited */
     bool makes_empty = false; /* see kMakesEmpty */
-    uint32_t name = 0;        /* tp_op.name */
+    bool view = false;        /* it makes views */
+    std::optional<c10::OperatorHandle> op; /* with what is known of running it again */
+    Rerunnable rerun;
+    uint32_t name = 0;                  /* tp_op.name */
     std::vector<ArgumentUse> arguments; /* those that can hold tensors */
 };
 
@@ -290,10 +294,13 @@ OperatorUse describe(const c10::OperatorHandle &op) {
     use.name = tp_op_name((schema.name() + "." + schema.overload_name()).c_str());
     if (aten && (only_calls_others(op) || only_makes_views(schema))) {
         use.frame = false;
+        use.view = only_makes_views(schema);
         describe_pointers(schema, use);
         return use;
     }
     use.makes_empty = aten && listed(kMakesEmpty, name);
+    use.op = op;
+    use.rerun = rerunnable(op);
     if (aten && listed(kReadsNothing, name)) return use;
     use.collective = starts_with(name, "c10d::");
     use.waited_for = use.collective && listed(kPointToPoint, name);
@@ -356,8 +363,12 @@ struct Frame {
     size_t return_count = 0;
     bool results_empty = false;
     bool collective = false, waited_for = false;
-    uint32_t name = 0;     /* as in tp_op */
-    bool backward = false; /* likewise */
+    uint32_t name = 0;              /* as in tp_op */
+    bool backward = false;          /* likewise */
+    bool rerun = false;             /* likewise */
+    bool may_rerun = false;         /* likewise: tp_op.recipe */
+    std::shared_ptr<Recipe> recipe; /* of the operator; null: it has none */
+    std::vector<tp_addr> born;      /* with a recipe: the blocks allocated in it */
     std::atomic<bool> ended{false};
     CoreOp first;
     alignas(8) unsigned char context[64]; /* room for the FrameContext handed to PyTorch */
@@ -378,7 +389,8 @@ struct Operand {
 /* What the start callback hands to PyTorch. */
 struct HookContext : public at::ObserverContext {
     explicit HookContext(Frame *frame) : frame_(frame) {}
-    Frame *frame_; /* null: a region */
+    Frame *frame_;         /* null: a region, or a view */
+    size_t view_count = 0; /* an operator that makes so many views of what has a recipe */
 };
 
 /* Ends the frame if the end callback did not. */
@@ -411,6 +423,8 @@ class Thread {
     std::vector<Operand> outputs;    /* of the one that ends now; reused */
     std::vector<tp_access> accesses; /* scratch: those of one core */
     std::vector<tp_addr> addresses;  /* scratch */
+    std::vector<Touch> touches;      /* the storages of the operands, while any have a recipe */
+    uint32_t region_count = 0;       /* open ones that began here */
 
   private:
     struct KnownUse {
@@ -516,6 +530,7 @@ Frame *Thread::push() {
     frame->id = pthread_self();
     frame->ended.store(false, std::memory_order_relaxed);
     frame->name = 0;
+    frame->rerun = frame->may_rerun = false;
     frame->backward = torch::autograd::get_current_graph_task_id() >= 0;
     frame->outer = top();
     top_ = frame;
@@ -529,6 +544,7 @@ void Thread::pop(Frame *frame) {
 }
 
 void Thread::recycle(Frame *frame) {
+    frame->recipe.reset();
     frame->outer = pool_;
     pool_ = frame;
 }
@@ -561,7 +577,9 @@ const OperatorUse *Thread::use_of(const at::RecordFunction &fn, bool *nameless) 
     }
     /* Only this thread writes it. */
     call_count.store(call_count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-    return known.use->frame || known.use->exports ? known.use : nullptr;
+    const bool has_work =
+        known.use->frame || known.use->exports || (known.use->view && recompute_tracks());
+    return has_work ? known.use : nullptr;
 }
 
 const OperatorUse *Thread::look_up(const at::RecordFunction &fn, const OperatorKey &key,
@@ -580,7 +598,9 @@ const OperatorUse *Thread::look_up(const at::RecordFunction &fn, const OperatorK
 
 class Collector {
   public:
-    Collector(std::vector<Operand> &out, bool write) : out_(out), write_(write) {}
+    /* `touches`: takes every storage, ours or not; null: nobody asks. */
+    Collector(std::vector<Operand> &out, bool write, std::vector<Touch> *touches = nullptr)
+        : out_(out), touches_(touches), write_(write) {}
 
     void value(const c10::IValue &value) {
         if (value.isTensor()) {
@@ -640,6 +660,7 @@ class Collector {
     /* The unchecked accessor: the others throw for a fake tensor or copy a lazily cloned
      * storage. */
     void storage(c10::StorageImpl *storage) {
+        if (C10_UNLIKELY(touches_ != nullptr)) touches_->push_back({storage, write_});
         const at::DataPtr &data = storage->_mutable_data_ptr_no_checks();
         const auto addr = reinterpret_cast<tp_addr>(data.get());
         tp_core *core = tp_core_owning(addr);
@@ -650,6 +671,7 @@ class Collector {
     }
 
     std::vector<Operand> &out_;
+    std::vector<Touch> *const touches_;
     const bool write_;
 };
 
@@ -698,8 +720,10 @@ struct RegionContext final : public HookContext {
     ~RegionContext() override {
         /* In a forked child nobody waits for its end. */
         if (!disabled.load(std::memory_order_relaxed)) end_regions(regions);
+        if (thread != nullptr && thread == this_thread()) thread->region_count--;
     }
     Region *regions = nullptr;
+    Thread *thread = nullptr; /* that it began on; compared only */
 };
 
 /* A custom function's name, or that of its backward node. */
@@ -734,12 +758,23 @@ std::unique_ptr<at::ObserverContext> start_region(Thread *thread,
     thread->operands.clear();
     bool compiled = false;
     for (const char *name : kCompiled) compiled = compiled || starts_with(fn.name(), name);
+    std::optional<RecomputeHold> hold;
+    if (recompute_tracks()) {
+        std::vector<Touch> touches;
+        Collector collector(thread->operands, true, &touches);
+        for (const c10::IValue &value : fn.inputs()) collector.value(value);
+        (void)recompute_before_region(touches);
+        hold.emplace();
+        thread->operands.clear();
+    }
     if (!compiled) {
         Collector collector(thread->operands, true);
         for (const c10::IValue &value : fn.inputs()) collector.value(value);
     }
     auto context = std::make_unique<RegionContext>();
     context->regions = begin_regions(thread);
+    context->thread = thread;
+    thread->region_count++;
     return context;
 }
 
@@ -783,6 +818,8 @@ CoreOp *find_or_begin(Frame *frame, tp_core *core, tp_stream stream) {
         op->adopted_count = 0;
         op->op.name = frame->name;
         op->op.backward = frame->backward;
+        op->op.rerun = frame->rerun;
+        op->op.recipe = false;
         tp_op_begin(core, &op->op, nullptr, 0, stream);
     }
     return op;
@@ -803,6 +840,8 @@ void begin_core(Thread *thread, Frame *frame, size_t start) {
     op->adopted_count = 0;
     op->op.name = frame->name;
     op->op.backward = frame->backward;
+    op->op.rerun = frame->rerun;
+    op->op.recipe = frame->may_rerun;
     tp_op_begin(head.core, &op->op, thread->accesses.data(), thread->accesses.size(), stream);
 }
 
@@ -813,13 +852,37 @@ template <class Values> size_t start_of_own(const Values &values, size_t own_cou
 }
 
 void collect_operands(Thread *thread, const OperatorUse &use,
-                      c10::ArrayRef<const c10::IValue> inputs) {
+                      c10::ArrayRef<const c10::IValue> inputs, std::vector<Touch> *touches) {
     thread->operands.clear();
     const size_t start = start_of_own(inputs, use.argument_count);
     for (const ArgumentUse &argument : use.arguments) {
         if (start + argument.idx >= inputs.size()) break;
-        Collector(thread->operands, argument.write).value(inputs[start + argument.idx]);
+        Collector(thread->operands, argument.write, touches)
+            .value(inputs[start + argument.idx]);
     }
+}
+
+/* The same, with those that have no bytes brought back first. Nothing is dropped until `hold`
+ * ends. */
+void collect_operands(Thread *thread, const OperatorUse &use,
+                      c10::ArrayRef<const c10::IValue> inputs,
+                      std::optional<RecomputeHold> &hold) {
+    if (C10_LIKELY(!recompute_tracks())) {
+        collect_operands(thread, use, inputs, nullptr);
+        return;
+    }
+    thread->touches.clear();
+    collect_operands(thread, use, inputs, &thread->touches);
+    std::vector<Touch> touches; /* reruns use the thread's own */
+    touches.swap(thread->touches);
+    for (int round = 0; round < 3; round++) {
+        (void)recompute_before_operator(touches);
+        hold.emplace();
+        if (!recompute_any_dropped(touches)) break;
+        hold.reset();
+    }
+    touches.swap(thread->touches);
+    collect_operands(thread, use, inputs, nullptr);
 }
 
 /* Where the blocks adopted by an ending operator go: the next operator outwards. Null, also
@@ -934,9 +997,40 @@ FrameContext::~FrameContext() {
     if (current != nullptr && frame->thread == current) current->recycle(frame);
 }
 
+/* Whether the operator has a recipe: if so, no operator inside of it needs one. */
+bool may_rerun(const Thread *thread, const Frame *frame, const OperatorUse &use,
+               const at::RecordFunction &fn) {
+    if (!use.rerun.possible || thread->region_count > 0) return false;
+    for (const Frame *outer = frame->outer; outer != nullptr; outer = outer->outer) {
+        if (outer->may_rerun || outer->rerun) return false;
+    }
+    return recompute_may_rerun(use.rerun, fn.inputs());
+}
+
+void capture(Frame *frame, const OperatorUse &use, const at::RecordFunction &fn) {
+    bool wanted = recompute_mode() == kRecomputeForced;
+    for (const CoreOp *op = &frame->first; op != nullptr; op = op->next.get()) {
+        wanted = wanted || (op->core != nullptr && op->op.keep_recipe);
+    }
+    if (!wanted) return;
+    frame->born.clear();
+    frame->recipe = recompute_capture(*use.op, fn.inputs());
+}
+
+/* An operator that makes views: their storage may have a recipe. */
+std::unique_ptr<at::ObserverContext> start_view(const OperatorUse &use,
+                                                const at::RecordFunction &fn) {
+    if (!recompute_knows(fn.inputs())) return nullptr;
+    auto context = std::make_unique<HookContext>(nullptr);
+    context->view_count = use.return_count;
+    return context;
+}
+
 std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const OperatorUse &use,
                                                     const at::RecordFunction &fn) {
-    collect_operands(thread, use, fn.inputs());
+    if (C10_UNLIKELY(use.view && !use.exports)) return start_view(use, fn);
+    std::optional<RecomputeHold> hold;
+    collect_operands(thread, use, fn.inputs(), hold);
     std::unique_ptr<at::ObserverContext> context;
     if (C10_LIKELY(use.frame)) {
         Frame *frame = thread->push();
@@ -946,7 +1040,11 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
         frame->waited_for = use.waited_for;
         frame->name = use.name;
         context.reset(new (frame) FrameContext(frame));
+        if (C10_UNLIKELY(recompute_mode() != kRecomputeOff)) {
+            frame->may_rerun = may_rerun(thread, frame, use, fn);
+        }
         for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
+        if (C10_UNLIKELY(frame->may_rerun)) capture(frame, use, fn);
     }
     if (C10_UNLIKELY(use.exports)) {
         for (const Operand &operand : thread->operands) {
@@ -985,7 +1083,7 @@ std::unique_ptr<at::ObserverContext> on_sample(const at::RecordFunction &fn) {
         const OperatorUse *use = thread == nullptr ? nullptr : thread->use_of(fn, &nameless);
         if (burst_left.fetch_sub(1, std::memory_order_relaxed) == 1) end_burst();
         if (use == nullptr) return nullptr;
-        collect_operands(thread, *use, fn.inputs());
+        collect_operands(thread, *use, fn.inputs(), nullptr);
         for (const Operand &operand : thread->operands) {
             tp_mark_seen(operand.core, operand.access.addr);
         }
@@ -1003,12 +1101,40 @@ void mark_others(Frame *frame, const std::vector<Operand> &outputs) {
     }
 }
 
+void end_view(const at::RecordFunction &fn, size_t count) noexcept {
+    if (count == 0) return;
+    try {
+        const c10::ArrayRef<c10::IValue> values(fn.outputs());
+        recompute_note_views(values.slice(start_of_own(values, count)));
+    } catch (...) {
+        /* Out of host memory: it is one that we do not know, so that nothing is dropped. */
+    }
+}
+
+/* Before the frame ends: its results have a recipe now. */
+void end_recipe(const at::RecordFunction &fn, Frame *frame) noexcept {
+    const std::shared_ptr<Recipe> recipe = std::move(frame->recipe);
+    frame->recipe.reset();
+    if (recipe == nullptr || frame->born.empty()) return;
+    try {
+        const c10::ArrayRef<c10::IValue> values(fn.outputs());
+        recompute_captured(recipe, values.slice(start_of_own(values, frame->return_count)),
+                           frame->born);
+    } catch (...) {
+        /* Out of host memory: they have none. */
+    }
+}
+
 void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
     if (context == nullptr || disabled.load(std::memory_order_relaxed)) return;
     Frame *frame = static_cast<HookContext *>(context)->frame_;
-    if (frame == nullptr) return; /* a region: it ends with its context */
+    if (frame == nullptr) { /* a region ends with its context */
+        end_view(fn, static_cast<HookContext *>(context)->view_count);
+        return;
+    }
     Thread *current = this_thread(frame);
     if (current == nullptr || frame->ended.load(std::memory_order_acquire)) return;
+    if (C10_UNLIKELY(frame->recipe != nullptr)) end_recipe(fn, frame);
     if (frame->results_empty) {
         end_frame(frame, current, nullptr);
         return;
@@ -1110,6 +1236,10 @@ void end_burst() {
 }
 
 void on_arm(int slot, tp_arming level) {
+    /* Who is told of no operators cannot bring back what they use. */
+    if (level != TP_ARM_FULL && recompute_tracks()) {
+        (void)recompute_bring_all_back(tp_core_at(slot));
+    }
     const std::lock_guard<std::mutex> guard(install_mutex);
     wanted_by_slot[slot] = level;
     install_what_is_wanted();
@@ -1122,7 +1252,9 @@ tp_bind_place allocating() {
     collectives_settle(false);
     Thread *thread = this_thread();
     if (thread == nullptr) return TP_BIND_OUTSIDE;
-    if (thread->top() != nullptr) return TP_BIND_OPERATOR;
+    if (const Frame *frame = thread->top()) {
+        return frame->rerun ? TP_BIND_RERUN : TP_BIND_OPERATOR;
+    }
     const bool known = thread->known_since == full_since.load(std::memory_order_relaxed);
     return known ? TP_BIND_OUTSIDE : TP_BIND_UNKNOWN;
 }
@@ -1137,6 +1269,9 @@ void on_alloc(tp_core *core, tp_addr addr, tp_stream stream) {
         CoreOp *op = find_or_begin(frame, core, stream);
         tp_op_adopt(&op->op, addr);
         op->adopted_count++;
+        for (; frame != nullptr; frame = frame->outer) {
+            if (frame->recipe != nullptr) frame->born.push_back(addr);
+        }
     } catch (...) {
         return;
     }
@@ -1146,11 +1281,23 @@ void settle() {
     if (!disabled.load(std::memory_order_relaxed)) collectives_settle(true);
 }
 
-/* A child has no threads of ours, and no CUDA. */
-void disable_in_child() { disabled.store(true, std::memory_order_relaxed); }
+void freed(tp_addr addr) {
+    if (recompute_tracks()) recompute_freed(addr);
+}
 
-const tp_bind_operators operators_part = {allocating, on_alloc, on_arm, settle,
-                                          collectives_forget};
+void bring_all_back(tp_core *core) {
+    if (recompute_tracks()) (void)recompute_bring_all_back(core);
+}
+
+/* A child has no threads of ours, and no CUDA. */
+void disable_in_child() {
+    disabled.store(true, std::memory_order_relaxed);
+    recompute_disable_after_fork();
+}
+
+const tp_bind_operators operators_part = {allocating,     on_alloc,           on_arm,
+                                          settle,         collectives_forget, freed,
+                                          recompute_drop, bring_all_back};
 
 } // namespace
 
@@ -1190,6 +1337,16 @@ HookCall::HookCall(unsigned mode, const std::vector<CallOperand> &operands) {
     Thread *thread = hook_watches() ? this_thread() : nullptr;
     if (thread == nullptr) return;
     try {
+        std::optional<RecomputeHold> hold;
+        if (recompute_tracks() && (mode & kCallReruns) == 0) {
+            std::vector<Operand> unused;
+            std::vector<Touch> touches;
+            for (const CallOperand &operand : operands) {
+                Collector(unused, operand.write, &touches).value(operand.tensor);
+            }
+            (void)recompute_before_region(touches);
+            hold.emplace();
+        }
         for (int slot = 0; (mode & kCallLifts) != 0 && slot < TP_SLOT_MAX; slot++) {
             tp_core *core = armed_slots[slot].load() ? tp_core_at(slot) : nullptr;
             if (core == nullptr) continue;
@@ -1200,9 +1357,10 @@ HookCall::HookCall(unsigned mode, const std::vector<CallOperand> &operands) {
         for (const CallOperand &operand : operands) {
             Collector(thread->operands, operand.write).value(operand.tensor);
         }
-        if ((mode & kCallHolds) != 0) {
+        if ((mode & (kCallHolds | kCallReruns)) != 0) {
             Frame *frame = thread->push();
             frame->collective = false;
+            frame->rerun = (mode & kCallReruns) != 0;
             frame_ = frame;
             for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
         }

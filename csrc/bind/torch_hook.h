@@ -25,7 +25,9 @@ bool hook_watches();
 enum CallMode : unsigned {
     kCallHolds = 1, /* as an operator: what it names, and what is allocated inside, stays */
     kCallGates = 2, /* it is an opaque region */
-    kCallLifts = 4  /* it announces everything it launches: regions around it open the gate */
+    kCallReruns =
+        16, /* it makes again what was dropped: as kCallHolds, but no part of the program */
+    kCallLifts = 4 /* it announces everything it launches: regions around it open the gate */
 };
 
 struct CallOperand {

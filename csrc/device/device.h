@@ -40,7 +40,9 @@ typedef void *tp_event;     /* owned by the device that created it; NULL is none
 typedef enum tp_frame_kind { TP_FRAME_DEVICE, TP_FRAME_HOST } tp_frame_kind;
 typedef enum tp_copy_dir { TP_COPY_TO_HOST, TP_COPY_TO_DEVICE } tp_copy_dir;
 
-enum { TP_PLACES = 8 }; /* where fingerprints are left for the host, numbered from 0 */
+/* Where fingerprints are left for the host, numbered from 0: those of pager/proof, then those of
+ * pager/verify. */
+enum { TP_PLACES = 8, TP_VERIFY_PLACES = 96, TP_ALL_PLACES = TP_PLACES + TP_VERIFY_PLACES };
 
 typedef struct tp_device_caps {
     const char *name;         /* "cuda" or "sim"; static */
@@ -50,7 +52,10 @@ typedef struct tp_device_caps {
     bool shared_frames;  /* one frame at two addresses at once */
     bool context_marker; /* event_record_context works */
     bool fingerprints;   /* fingerprint works */
-    bool virtual_clock;  /* clock_ns and clock_advance work, and time passes in no other way */
+    uint64_t link_bytes_per_s,
+        link_both_bytes_per_s; /* copies one way, and both ways together; 0:
+                                                         not known */
+    bool virtual_clock; /* clock_ns and clock_advance work, and time passes in no other way */
     const char
         *no_fingerprints; /* why it does not: static, or as long as the device; "" if it does */
 } tp_device_caps;

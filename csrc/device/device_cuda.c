@@ -48,7 +48,7 @@ enum {
     GRID_MULTIPROCESSORS = 66,
     GRID_BLOCKS = GRID_MULTIPROCESSORS * 2048 / BLOCK_THREADS,
     PROOF_BYTES = 16 * 1000, /* not a multiple of what the grid reads at once */
-    PLACES_BYTES = TP_PLACES * GRID_BLOCKS * 16
+    PLACES_BYTES = TP_ALL_PLACES * GRID_BLOCKS * 16
 };
 
 enum {
@@ -138,7 +138,7 @@ typedef struct cuda_device {
     tp_cu_location host;   /* of host frames; type 0: there are none */
     tp_cu_module module;   /* of the fingerprint's kernel */
     tp_cu_function kernel;
-    tp_fingerprint *places;     /* TP_PLACES times GRID_BLOCKS sums, page-locked */
+    tp_fingerprint *places;     /* TP_ALL_PLACES times GRID_BLOCKS sums, page-locked */
     tp_cu_pointer places_there; /* the same, as kernels see it */
     char no_fingerprints[160];
 } cuda_device;
@@ -341,7 +341,7 @@ static tp_status cuda_fingerprint(tp_device *dev, tp_stream stream, tp_addr addr
     if (!dev->caps.fingerprints) {
         return tp_error_set(error, TP_UNSUPPORTED, "%s", cuda->no_fingerprints);
     }
-    if (place >= TP_PLACES) return tp_error_set(error, TP_INVALID, "no place %u", place);
+    if (place >= TP_ALL_PLACES) return tp_error_set(error, TP_INVALID, "no place %u", place);
     scope s;
     tp_cu_result result = scope_enter(cuda, &s);
     if (result == TP_CU_SUCCESS) result = launch_fingerprint(cuda, stream, addr, bytes, place);

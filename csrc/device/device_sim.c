@@ -166,7 +166,7 @@ struct sim_device {
     bool passing; /* an item is being run in the order of time, with the lock released */
     uint32_t over_link_count; /* running kernels whose operands are in host frames */
     uint32_t look_count;
-    tp_fingerprint places[TP_PLACES];
+    tp_fingerprint places[TP_ALL_PLACES];
     bool lost;
     tp_error lost_error;
     tp_sim_counts counts;
@@ -1079,7 +1079,7 @@ static tp_status sim_fingerprint(tp_device *dev, tp_stream stream, tp_addr addr,
     tp_lock_take(&sim->lock);
     sim_stream *target = stream_locked(sim, stream);
     tp_status status = queue_check_locked(sim, target, CODE_CAPTURE_UNSUPPORTED, error);
-    if (status == TP_OK && (place >= TP_PLACES || !mapped_locked(sim, addr, bytes))) {
+    if (status == TP_OK && (place >= TP_ALL_PLACES || !mapped_locked(sim, addr, bytes))) {
         status =
             tp_error_set(error, TP_INVALID,
                          "fingerprint of %zu bytes at %#llx into place %u: not mapped, or no "
@@ -1097,7 +1097,7 @@ static tp_status sim_fingerprint(tp_device *dev, tp_stream stream, tp_addr addr,
 
 static tp_fingerprint sim_fingerprint_read(tp_device *dev, uint32_t place) {
     sim_device *sim = sim_of(dev);
-    TP_REQUIRE(place < TP_PLACES);
+    TP_REQUIRE(place < TP_ALL_PLACES);
     tp_lock_take(&sim->lock);
     const tp_fingerprint found = sim->places[place];
     tp_lock_drop(&sim->lock);
@@ -1499,7 +1499,9 @@ static tp_status files_open(sim_device *sim, tp_error *error) {
 static void device_describe(sim_device *sim, const tp_sim_options *options) {
     sim->options = *options;
     if (options->link_bytes_per_s == 0) sim->options.link_bytes_per_s = 55000000000u;
-    if (options->duplex_bytes_per_s == 0) sim->options.duplex_bytes_per_s = 101000000000u;
+    if (options->duplex_bytes_per_s == 0) {
+        sim->options.duplex_bytes_per_s = sim->options.link_bytes_per_s / 55 * 101;
+    }
     if (options->fingerprint_bytes_per_s == 0) {
         sim->options.fingerprint_bytes_per_s = 2000000000000u;
     }
@@ -1507,6 +1509,8 @@ static void device_describe(sim_device *sim, const tp_sim_options *options) {
     sim->treap_state = 1;
     sim->base.ops = &sim_ops;
     sim->base.caps = (tp_device_caps){
+        .link_bytes_per_s = sim->options.link_bytes_per_s,
+        .link_both_bytes_per_s = sim->options.duplex_bytes_per_s,
         .name = "sim",
         .granularity_bytes = options->granularity_bytes,
         .total_bytes = options->device_bytes,

@@ -7,6 +7,7 @@
 
 #include "base/list.h"
 
+#include <stdbool.h>
 #include <stdint.h>
 
 /* Kinds of step that are remembered. Each takes 4 bytes here, of every block; what else it takes is bounded
@@ -21,6 +22,7 @@ typedef struct tp_identity {
     uint32_t storage;   /* its number there */
     uint32_t use;       /* its last use there */
     uint64_t known_ops; /* operators that had been recorded in all when it became known */
+    bool dropped;       /* part of no block: its storage has no bytes now (pager/drop.h) */
     uint32_t bound[TP_KINDS_MAX]; /* for each kind of step: 1 + its block there; 0: none */
     tp_link link;                 /* among all that the recorder knows */
 } tp_identity;

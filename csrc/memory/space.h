@@ -83,6 +83,7 @@ struct tp_block {
     uint32_t op_pins;      /* by operators in progress */
     uint32_t waiting_pins; /* of those, by threads that wait for its fill and launch nothing */
     uint32_t handle_pins;  /* by tp_pin */
+    tp_marker remade;      /* its bytes were made again, up to here (pager/drop.h); seq 0: no */
     bool unmarked;         /* freed with no marker recorded: only its own stream may have it */
     bool seen;             /* was a tensor operand or output since the hook was armed */
     bool tensor;           /* was one ever */

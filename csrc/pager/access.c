@@ -311,6 +311,26 @@ static bool capturing(tp_pager *pager, tp_stream stream) {
     return answer;
 }
 
+/* Of operands that were made again, on whatever stream, this one uses the bytes after that. */
+static void follow_remakes(tp_pager *pager, const tp_op *op) {
+    for (uint32_t i = 0; i < op->pin_count; i++) {
+        if (!pin_holds(&op->pins[i]) || op->pins[i].block->remade.seq == 0) continue;
+        tp_block *block = op->pins[i].block;
+        const tp_marker remade = block->remade;
+        bool done = tp_marker_done(&pager->markers, remade);
+        if (!done && tp_markers_stream(&pager->markers, remade.lane) == op->stream) continue;
+        const bool queued =
+            !done && !capturing(pager, op->stream) &&
+            tp_marker_stream_wait(&pager->markers, op->stream, remade, NULL) == TP_OK;
+        /* A stream that is captured cannot wait for what is not part of it. */
+        while (!done && !queued && !tp_pager_halted(pager)) {
+            tp_pager_wait(pager, WAIT_NS);
+            done = tp_marker_done(&pager->markers, remade);
+        }
+        if (done && pin_holds(&op->pins[i])) block->remade.seq = 0;
+    }
+}
+
 void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size_t count,
                      tp_stream stream) {
     op->stream = stream;
@@ -340,6 +360,7 @@ void tp_access_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size
         run_over_host(pager, op);
     }
     if (pager->ahead_count > 0) tp_readahead_start(pager);
+    follow_remakes(pager, op);
     mark_written(pager, op);
     if (op->pin_count > 0 && capturing(pager, stream)) {
         for (uint32_t i = 0; i < op->pin_count; i++) {

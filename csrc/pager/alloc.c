@@ -292,11 +292,12 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     block->ahead = false;
     block->stamp = block->written = ++pager->use_clock;
     block->evicted_count = 0;
+    block->remade = (tp_marker){0, 0};
     block->life = TP_BLOCK_LIVE;
     tp_list_push_back(&pager->live, &block->lru);
     tp_block_count(pager, block, true);
     tp_regions_note(pager, block);
-    tp_learn_born(pager, block);
+    tp_learn_born(pager, block, (flags & TP_ALLOC_RERUN) == 0);
     pager->stats.alloc_count++;
 }
 

@@ -1,7 +1,7 @@
 #include "pager/executor.h"
 
 #include "base/bytes.h"
-#include "base/check.h"
+#include "pager/access.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
 #include "pager/pager.h"
@@ -73,9 +73,15 @@ static void wish(tp_pager *pager, tp_block *block, uint32_t extent, tp_marker *d
 /* The block that an act is about; NULL: it does not apply. */
 static tp_block *block_of(const tp_step *step, const tp_act *act) {
     const tp_identity *identity = tp_steps_live(step, act->block);
-    if (identity == NULL) return NULL;
+    if (identity == NULL || identity->dropped) return NULL;
     tp_block *block = TP_CONTAINER(identity, tp_block, identity);
     return tp_block_movable(block) && act->extent < block->extent_count ? block : NULL;
+}
+
+static void drop(tp_pager *pager, tp_block *block) {
+    tp_executor *it = &pager->executor;
+    if (!pager->plans.recompute || it->drop_count == TP_DROPS_MAX) return;
+    it->drops[it->drop_count++] = (tp_wish){.block = block, .generation = block->generation};
 }
 
 static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
@@ -88,10 +94,10 @@ static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
     case TP_ACT_EVICT: evict(pager, extent, decided); break;
     case TP_ACT_FILL: wish(pager, block, act->extent, decided); break;
     case TP_ACT_LEAVE: extent->leave = act->op + 1; break;
-    case TP_ACT_DROP:
+    case TP_ACT_DROP: drop(pager, block); break;
     case TP_ACT_RERUN:
     case TP_ACT_KEEP:
-    case TP_ACT_DISCARD: TP_ASSERT(false); break; /* no recipes are recorded yet */
+    case TP_ACT_DISCARD: break; /* by itself, where the block is used */
     }
 }
 
@@ -161,7 +167,7 @@ static void put_right(tp_pager *pager, const tp_step *step, const tp_plan *plan)
     tp_marker decided = {0};
     for (uint32_t i = 0; i < plan->resident_count; i++) {
         const tp_identity *identity = tp_steps_live(step, plan->resident[i].block);
-        if (identity == NULL) continue;
+        if (identity == NULL || identity->dropped) continue;
         tp_block *block = TP_CONTAINER(identity, tp_block, identity);
         const uint32_t number = plan->resident[i].extent;
         if (!tp_block_movable(block) || number >= block->extent_count) continue;
@@ -258,9 +264,45 @@ void tp_executor_launched(tp_pager *pager) {
     if (it->op + 1 == step->trace.op_count && it->foreseen == 0) foresee(pager, step);
 }
 
+bool tp_executor_needs_recipe(const tp_pager *pager) {
+    const tp_executor *it = &pager->executor;
+    if (!it->following || !pager->plans.recompute || !pager->steps.matched) return false;
+    const tp_step *step = followed(pager);
+    return step != NULL && tp_plans_reruns(&pager->plans, step, it->op);
+}
+
+static bool is_among(tp_pager *pager, const tp_block *block, const tp_access *accesses,
+                     size_t count) {
+    for (size_t i = 0; i < count; i++)
+        if (tp_block_live(pager, accesses[i].addr) == block) return true;
+    return false;
+}
+
+uint32_t tp_executor_take_drops(tp_pager *pager, const tp_access *accesses, size_t count,
+                                tp_addr *out) {
+    tp_executor *it = &pager->executor;
+    const bool wait = tp_pager_gate_closed(pager) || pager->capture_depth > 0;
+    uint32_t taken = 0, left = 0;
+    for (uint32_t i = 0; i < it->drop_count; i++) {
+        tp_block *block = it->drops[i].block;
+        const bool alive =
+            block->generation == it->drops[i].generation && block->life == TP_BLOCK_LIVE;
+        if (!alive || !tp_block_movable(block) || is_among(pager, block, accesses, count))
+            continue;
+        if (block->op_pins > 0 || wait) {
+            it->drops[left++] = it->drops[i];
+        } else {
+            out[taken++] = block->addr;
+        }
+    }
+    it->drop_count = left;
+    return taken;
+}
+
 void tp_executor_stop(tp_pager *pager) {
     pager->executor.following = false;
     pager->executor.built = 0;
+    pager->executor.drop_count = 0;
     tp_executor_drop_wishes(pager);
 }
 

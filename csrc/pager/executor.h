@@ -8,6 +8,10 @@
  * waits or evicts. So a plan that is wrong, or that the program leaves, costs time and nothing
  * else: an act that does not fit the state of its extent is skipped.
  *
+ * A block that the plan drops is told of to the hook `drop`, once nothing uses it: whether it goes is
+ * for the owner of the hook, who has to make it again, right before it is used. So there is nothing
+ * to be done for reruns here, nor for what they need.
+ *
  * While the program is astray nothing is handed out; found again, it is at once where it is now.
  * While a plan is followed, nobody evicts or fills by order of last use. */
 #ifndef TP_PAGER_EXECUTOR_H
@@ -19,10 +23,11 @@
 #include "memory/space.h"
 #include "pager/plan.h"
 #include "pager/steps.h"
+#include "pager/types.h"
 
 struct tp_pager;
 
-enum { TP_WISHES_MAX = 1024, TP_DECIDED_MAX = 32 };
+enum { TP_WISHES_MAX = 1024, TP_DECIDED_MAX = 32, TP_DROPS_MAX = 64 };
 
 /* An extent that is to be filled when there is a frame for it. The decision to fill it is made some
  * acts before, so that what was queued then, copies of ours too, is over when its copy is. */
@@ -50,7 +55,9 @@ typedef struct tp_executor {
     size_t wish_bytes;
     tp_wish decided[TP_DECIDED_MAX]; /* fills to come: a ring, in order */
     uint32_t decided_first, decided_count;
-    uint32_t looked;     /* acts before it have been looked at, to decide on their fills */
+    uint32_t looked; /* acts before it have been looked at, to decide on their fills */
+    tp_wish drops[TP_DROPS_MAX]; /* blocks to be told of; `extent` is 0 */
+    uint32_t drop_count;
     uint64_t refused_ns; /* when a frame that the budget admits could not be had */
 } tp_executor;
 
@@ -58,6 +65,13 @@ typedef struct tp_executor {
 void tp_executor_begin(struct tp_pager *pager);
 /* The operator that began last has been launched: the acts before the next one. */
 void tp_executor_launched(struct tp_pager *pager);
+/* Whether the plan that is followed needs the recipe of the operator that has begun, of which
+ * tp_executor_begin has been told just now. O(1). */
+bool tp_executor_needs_recipe(const struct tp_pager *pager);
+/* The blocks to be told of, at most TP_DROPS_MAX, except those that an operator in progress uses, which
+ * wait, and those among `accesses`, which are used again: the plan is past them. */
+uint32_t tp_executor_take_drops(struct tp_pager *pager, const tp_access *accesses, size_t count,
+                                tp_addr *out);
 /* The hook is not armed any more. */
 void tp_executor_stop(struct tp_pager *pager);
 /* On the pager's thread: begins the fills that are wanted, as far as there are frames. May drop the

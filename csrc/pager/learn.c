@@ -1,6 +1,7 @@
 #include "pager/learn.h"
 
 #include "pager/access.h"
+#include "pager/drop.h"
 
 static bool learning(const tp_pager *pager) {
     return tp_steps_on(&pager->steps) && !pager->abandoned;
@@ -9,7 +10,12 @@ static bool learning(const tp_pager *pager) {
 void tp_learn_start(tp_pager *pager) {
     if (tp_steps_on(&pager->steps) || !tp_steps_start(&pager->steps)) return;
     for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
-        tp_learn_born(pager, TP_CONTAINER(link, tp_block, lru));
+        tp_learn_born(pager, TP_CONTAINER(link, tp_block, lru), true);
+    }
+    for (tp_link *link = pager->dropped.next; link != &pager->dropped; link = link->next) {
+        tp_dropped *it = TP_CONTAINER(link, tp_dropped, link);
+        tp_steps_born(&pager->steps, &it->identity, it->requested_bytes);
+        it->identity.dropped = true;
     }
 }
 
@@ -17,9 +23,9 @@ void tp_learn_stop(tp_pager *pager) {
     if (tp_steps_on(&pager->steps)) tp_steps_stop(&pager->steps);
 }
 
-void tp_learn_born(tp_pager *pager, tp_block *block) {
+void tp_learn_born(tp_pager *pager, tp_block *block, bool told) {
     block->identity.serial = 0;
-    if (!learning(pager) || block->slab) return;
+    if (!told || !learning(pager) || block->slab) return;
     tp_steps_born(&pager->steps, &block->identity, block->requested_bytes);
 }
 
@@ -27,12 +33,21 @@ void tp_learn_freed(tp_pager *pager, tp_block *block) {
     if (learning(pager)) tp_steps_freed(&pager->steps, &block->identity);
 }
 
+void tp_learn_moved(tp_pager *pager, tp_identity *from, tp_identity *to, bool dropped) {
+    tp_steps_moved(&pager->steps, from, to);
+    to->dropped = dropped;
+}
+
+void tp_learn_gone(tp_pager *pager, tp_identity *identity) {
+    if (learning(pager)) tp_steps_freed(&pager->steps, identity);
+}
+
 void tp_learn_forget(tp_pager *pager, tp_block *block) { tp_learn_freed(pager, block); }
 
 void tp_learn_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size_t count,
                     tp_stream stream) {
     op->record = 0;
-    if (count == 0 || !learning(pager)) return;
+    if (count == 0 || op->rerun || !learning(pager)) return;
     tp_steps *steps = &pager->steps;
     bool begun = false;
     for (size_t i = 0; i < count; i++) {
@@ -50,6 +65,8 @@ void tp_learn_begin(tp_pager *pager, tp_op *op, const tp_access *accesses, size_
     op->record = steps->record.number;
     op->recorded = steps->record.op_count - 1;
     op->recorded_total = steps->record.ops_before + steps->record.op_count;
+    op->recorded_storages = steps->record.storage_count;
+    op->recorded_turn = steps->record.turn;
     op->class_idx = tp_steps_op_ready(steps);
     tp_timing_reach(pager, op, stream);
 }
@@ -67,6 +84,9 @@ void tp_learn_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t out
             if (block == NULL || block->slab) continue;
             tp_steps_result(&pager->steps, op->recorded, op->record, &block->identity);
         }
+        if (op->recipe && !op->detached)
+            tp_steps_note_recipe(&pager->steps, op->recorded, op->record, op->recorded_storages,
+                                 op->recorded_turn);
         tp_steps_op_end(&pager->steps, op->record);
     }
     op->record = 0;

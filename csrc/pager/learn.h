@@ -12,8 +12,13 @@
 void tp_learn_start(tp_pager *pager);
 void tp_learn_stop(tp_pager *pager);
 
-void tp_learn_born(tp_pager *pager, tp_block *block);
+/* `told`: false for what a rerun makes, which is no part of the program. */
+void tp_learn_born(tp_pager *pager, tp_block *block, bool told);
 void tp_learn_freed(tp_pager *pager, tp_block *block);
+/* A block's storage is dropped, or back: it is known by `to` from now on. */
+void tp_learn_moved(tp_pager *pager, tp_identity *from, tp_identity *to, bool dropped);
+/* A storage is gone while it was dropped. */
+void tp_learn_gone(tp_pager *pager, tp_identity *identity);
 /* It has turned out to be a slab. */
 void tp_learn_forget(tp_pager *pager, tp_block *block);
 

@@ -6,6 +6,7 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "pager/alloc.h"
+#include "pager/drop.h"
 #include "pager/evict.h"
 #include "pager/extent.h"
 #include "pager/reclaim.h"
@@ -201,6 +202,7 @@ static void init_lists(tp_pager *pager) {
     tp_list_init(&pager->retiring);
     tp_list_init(&pager->deferred);
     tp_list_init(&pager->inflight);
+    tp_list_init(&pager->dropped);
     tp_list_init(&pager->ahead_blocks);
     tp_list_init(&pager->regions);
 }
@@ -329,6 +331,7 @@ void tp_pager_fini(tp_pager *pager) {
     unmap_list(pager, &pager->cached);
     unmap_list(pager, &pager->retiring);
     unmap_list(pager, &pager->deferred);
+    tp_drop_fini(pager);
     tp_steps_fini(&pager->steps);
     tp_timing_fini(pager);
     fini_memory(pager);

@@ -36,6 +36,7 @@
 #include "pager/steps.h"
 #include "pager/timing.h"
 #include "pager/types.h"
+#include "pager/verify.h"
 
 enum { TP_SIZE_BINS = 256, TP_AHEAD_MAX = 32 };
 
@@ -72,7 +73,10 @@ typedef struct tp_pager {
     tp_link by_size[TP_SIZE_BINS]; /* the same, by size */
     tp_link retiring;
     tp_link deferred; /* freed while no marker could be recorded */
-    tp_link inflight; /* extents: see tp_extent.inflight */
+    tp_link dropped;  /* storages whose bytes are to be made again (pager/drop.h) */
+    tp_verify verify;
+    uint32_t rerun_count; /* operators in progress that do so */
+    tp_link inflight;     /* extents: see tp_extent.inflight */
     uint32_t copying
         [2]; /* copies the device has been given and not been seen to finish, by tp_copy_dir */
     tp_place places[TP_PLACES];

@@ -709,7 +709,8 @@ static tp_status plan_drops(const tp_trace *trace, const tp_plan_config *config,
                             tp_error *error) {
     search s = {.trace = trace, .config = config, .best = plan, .best_quarters = UINT32_MAX};
     tp_status status = tp_dropper_create(trace, config, &s.dropper, error);
-    for (uint32_t order = 0; order < TP_DROP_ORDERS; order++) {
+    const uint32_t orders = config->no_keep ? TP_DROP_WITHOUT_KEEPING : TP_DROP_ORDERS;
+    for (uint32_t order = 0; order < orders; order++) {
         /* Upwards as long as it gets better. */
         for (uint32_t quarters = 0; quarters <= QUARTERS_MAX && status == TP_OK;
              quarters += 2) {

@@ -47,6 +47,9 @@ typedef struct tp_plan_config {
     uint64_t evict_ahead_ns;
     /* How many reruns may stand behind one another, before the block's own. */
     uint32_t chain_max;
+    /* The bytes of a block that has died cannot be kept for a rerun: they are made again for it, or
+     * nothing is dropped that needs them. */
+    bool no_keep;
 } tp_plan_config;
 
 /* What carries out a plan refuses a kind that it does not know. */
@@ -58,12 +61,12 @@ typedef enum tp_act_kind {
     TP_ACT_LEAVE,      /* the operator runs over this operand in HOST */
     /* Of a block, wherever its extents are; `extent` is 0. Only in plans of traces with
      * recipes. */
-    TP_ACT_DROP,    /* after its last use: its frames of both kinds go, its bytes with them */
-    TP_ACT_RERUN,   /* runs the recipe of the block, in a place of its own among the operators.
+    TP_ACT_DROP,  /* after its last use: its frames of both kinds go, its bytes with them */
+    TP_ACT_RERUN, /* runs the recipe of the block, in a place of its own among the operators.
                        Claims memory as a birth does, for all outputs: those that are dropped
                        are back, so is a dead one that the act names, and what it makes of the
                        others goes as soon as it has run. */
-    TP_ACT_KEEP,    /* the block dies after this operator, but its bytes stay */
+    TP_ACT_KEEP,  /* the block dies after this operator, but its bytes stay; not with no_keep */
     TP_ACT_DISCARD, /* the bytes of a dead block, kept or made again, go after their last use */
 } tp_act_kind;
 

@@ -159,6 +159,11 @@ static bool is_large(const tp_dropper *d, uint32_t block) {
     return d->trace->blocks[block].bytes >= d->config.large_min_bytes;
 }
 
+/* Whether a rerun finds a dead input because its bytes are kept. */
+static bool is_kept(const tp_dropper *d, uint32_t block, bool keeps) {
+    return !d->config.no_keep && (keeps || !is_large(d, block));
+}
+
 /* Whether a rerun of `recipe` can have a dead input made again. */
 static bool is_made_before(const tp_dropper *d, uint32_t block, const tp_trace_recipe *recipe) {
     return d->recipe_of[block] != NO_RECIPE && recipe_of(d, block) < recipe;
@@ -198,7 +203,7 @@ static bool collect(tp_dropper *d, uint32_t block, uint32_t depth) {
             push(d, &o->needs, input);
         } else if (!is_of_step(&d->trace->blocks[input])) {
             return false;
-        } else if (o->keeps || !is_large(d, input)) {
+        } else if (is_kept(d, input, o->keeps)) {
             if (!holds(&o->kept, input)) push(d, &o->kept, input);
             push(d, &o->needs, input);
         } else {
@@ -219,8 +224,8 @@ static uint32_t chain_of(const tp_dropper *d, uint32_t block, uint32_t op, uint3
     for (uint32_t i = 0; i < recipe->input_count && longest <= budget; i++) {
         const uint32_t input = inputs[i];
         const bool comes = is_dropped(d, input) && d->from[input] < op && op <= d->back[input];
-        const bool is_kept = d->offer.keeps && block == d->offer.block;
-        const bool is_made = !comes && !is_kept && is_large(d, input) &&
+        const bool keeps = d->offer.keeps && block == d->offer.block;
+        const bool is_made = !comes && !is_kept(d, input, keeps) &&
                              !lasts(d, input, recipe->op, op) &&
                              is_made_before(d, input, recipe);
         if (!comes && !is_made) continue;
@@ -477,8 +482,8 @@ static void begin_choice(tp_dropper *d) {
     for (uint32_t i = 0; i < blocks; i++) {
         if (d->from[i] == TP_NO_OP) continue;
         if (offer_candidate(d, i, false, &it)) put_candidate(d, it);
-        if (d->order != TP_DROP_WITHOUT_KEEPING && offer_candidate(d, i, true, &it))
-            put_candidate(d, it);
+        const bool may_keep = d->order != TP_DROP_WITHOUT_KEEPING && !d->config.no_keep;
+        if (may_keep && offer_candidate(d, i, true, &it)) put_candidate(d, it);
     }
 }
 

@@ -16,7 +16,7 @@
 typedef enum tp_drop_order {
     TP_DROP_BY_EXCESS,
     TP_DROP_BY_BYTES,
-    TP_DROP_WITHOUT_KEEPING, /* by excess */
+    TP_DROP_WITHOUT_KEEPING, /* by excess; the last: with no_keep it is the first again */
     TP_DROP_ORDERS
 } tp_drop_order;
 

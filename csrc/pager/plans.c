@@ -17,7 +17,10 @@ tp_status tp_plans_init(tp_plans *plans, tp_error *error) {
 }
 
 void tp_plans_fini(tp_plans *plans) {
-    for (uint32_t i = 0; i < TP_KINDS_MAX; i++) tp_plan_fini(&plans->at[i].plan);
+    for (uint32_t i = 0; i < TP_KINDS_MAX; i++) {
+        tp_plan_fini(&plans->at[i].plan);
+        free(plans->at[i].needed);
+    }
     tp_cond_fini(&plans->wanted);
 }
 
@@ -25,6 +28,12 @@ const tp_plan *tp_plans_find(const tp_plans *plans, const tp_step *step) {
     if (plans->off) return NULL;
     const tp_schedule *schedule = &plans->at[step->slot];
     return schedule->built == step->built && schedule->built != 0 ? &schedule->plan : NULL;
+}
+
+bool tp_plans_reruns(const tp_plans *plans, const tp_step *step, uint32_t op) {
+    if (tp_plans_find(plans, step) == NULL || op >= step->trace.op_count) return false;
+    const uint64_t *needed = plans->at[step->slot].needed;
+    return needed != NULL && (needed[op / 64] >> op % 64 & 1) != 0;
 }
 
 /* ---- what to plan for ------------------------------------------------------------------------ */
@@ -46,7 +55,7 @@ static bool draft_make(const tp_pager *pager, const tp_step *step, draft *out) {
     for (uint32_t i = 0; i < count; i++) {
         blocks[i] = step->trace.blocks[i];
         const tp_identity *identity = tp_steps_live(step, i);
-        if (identity == NULL) continue;
+        if (identity == NULL || identity->dropped) continue;
         const tp_block *block = TP_CONTAINER(identity, tp_block, identity);
         if (tp_block_movable(block)) continue;
         blocks[i].bytes = 0;
@@ -58,10 +67,43 @@ static bool draft_make(const tp_pager *pager, const tp_step *step, draft *out) {
         tp_min_size(cap / SPARE_SHARE_MAX,
                     tp_max_size(cap / SPARE_SHARE_MIN, pager->space.extent_max_bytes));
     tp_plan_config_init(&out->config, tp_sub_floor(cap - spare, fixed));
+    const tp_device_caps *caps = &pager->dev->caps;
+    if (caps->link_bytes_per_s != 0) {
+        out->config.link_bytes_per_s = caps->link_bytes_per_s;
+        out->config.link_both_bytes_per_s = caps->link_both_bytes_per_s;
+    }
     out->config.granularity_bytes = pager->space.granularity_bytes;
     out->config.extent_max_bytes = pager->space.extent_max_bytes;
     out->config.large_min_bytes = 1; /* whatever has extents can move */
+    out->config.no_keep = true;      /* what the program has freed is gone */
+    if (!pager->plans.recompute) out->trace.recipe_count = out->trace.recipe_block_count = 0;
     return true;
+}
+
+/* See tp_schedule. NULL also where memory is short: then nobody keeps a recipe, and nothing goes. */
+static uint64_t *list_needed(const tp_step *step, const tp_plan *plan) {
+    const tp_trace *trace = &step->trace;
+    if (plan->rerun_count == 0) return NULL;
+    uint64_t *needed = calloc(trace->op_count / 64 + 1, sizeof *needed);
+    uint32_t *made_by = calloc(trace->block_count, sizeof *made_by); /* 1 + the operator */
+    if (needed == NULL || made_by == NULL) {
+        free(made_by);
+        free(needed);
+        return NULL;
+    }
+    for (uint32_t i = 0; i < trace->recipe_count; i++) {
+        const tp_trace_recipe *it = &trace->recipes[i];
+        const uint32_t *outputs = trace->recipe_blocks + it->block_begin + it->input_count;
+        for (uint32_t k = 0; k < it->output_count; k++)
+            made_by[outputs[k]] = 1 + step->recipe_ops[i];
+    }
+    for (uint32_t i = 0; i < plan->act_count; i++) {
+        if (plan->acts[i].kind != TP_ACT_RERUN) continue;
+        const uint32_t op = made_by[plan->acts[i].block] - 1;
+        needed[op / 64] |= (uint64_t)1 << op % 64;
+    }
+    free(made_by);
+    return needed;
 }
 
 bool tp_plans_step(tp_pager *pager) {
@@ -75,11 +117,16 @@ bool tp_plans_step(tp_pager *pager) {
         tp_lock_drop(&pager->lock);
         const tp_status status = tp_plan_make(&it.trace, &it.config, &plan, NULL);
         free(it.blocks);
+        uint64_t *needed = list_needed(step, &plan);
         tp_lock_take(&pager->lock);
         tp_schedule *schedule = &pager->plans.at[step->slot];
         tp_plan_fini(&schedule->plan);
-        *schedule =
-            (tp_schedule){.built = status == TP_OK ? step->built : 0, .cap = cap, .plan = plan};
+        free(schedule->needed);
+        *schedule = (tp_schedule){.built = status == TP_OK ? step->built : 0,
+                                  .cap = cap,
+                                  .plan = plan,
+                                  .needed = needed};
+        pager->stats.planned_drop_bytes = plan.dropped_bytes;
         tp_tally_add(&pager->stats.plans, 0, tp_now_ns() - began);
         pager->executor.stale =
             true; /* its place in the old list means nothing in the new one */

@@ -20,6 +20,7 @@ typedef struct tp_schedule {
     uint64_t built; /* tp_step.built of the step it is for; 0: there is no plan */
     size_t cap;     /* what frames might add up to when it was made */
     tp_plan plan;
+    uint64_t *needed; /* a bit for each operator whose recipe it reruns; NULL: it reruns none */
 } tp_schedule;
 
 typedef struct tp_plans {
@@ -28,6 +29,7 @@ typedef struct tp_plans {
     pthread_t thread;
     bool thread_started, stop;
     bool off;             /* none are made or found */
+    bool recompute;       /* blocks may be dropped and made again */
     uint64_t seen_number; /* the last step that the thread was woken for */
 } tp_plans;
 
@@ -46,5 +48,7 @@ bool tp_plans_step(struct tp_pager *pager);
 void tp_plans_review(struct tp_pager *pager, tp_step *step);
 /* The plan for a step, or NULL. */
 const tp_plan *tp_plans_find(const tp_plans *plans, const tp_step *step);
+/* Whether the plan for a step reruns that operator, the first of a recipe. O(1). */
+bool tp_plans_reruns(const tp_plans *plans, const tp_step *step, uint32_t op);
 
 #endif

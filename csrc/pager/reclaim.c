@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "pager/alloc.h"
 #include "pager/arming.h"
+#include "pager/drop.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
 #include "pager/victim.h"
@@ -282,7 +283,8 @@ static void strip_clean(tp_pager *pager, size_t bytes) {
 
 static bool host_admits(const tp_pager *pager, size_t bytes) {
     if (!TP_RULE(pager, TP_RULE_HOST_CAP)) return true;
-    return tp_budget_admits_host(&pager->budget, pager->host_frames.created_bytes, bytes);
+    return tp_budget_admits_host(&pager->budget, pager->host_frames.created_bytes,
+                                 bytes + tp_drop_reserve(pager));
 }
 
 tp_frame *tp_reclaim_host_frame(tp_pager *pager, size_t bytes) {

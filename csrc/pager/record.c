@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/check.h"
+#include "base/lock.h"
 
 enum {
     FIRST_CAPACITY = 1024,
@@ -26,10 +27,14 @@ void tp_record_fini(tp_record *record) {
     free(record->uses);
     free(record->storages);
     free(record->classes);
+    free(record->recipes);
+    free(record->outputs);
     record->ops = NULL;
     record->uses = NULL;
     record->storages = NULL;
     record->classes = NULL;
+    record->recipes = NULL;
+    record->outputs = NULL;
 }
 
 /* Room for one entry more. False: the step does not fit. */
@@ -53,6 +58,7 @@ static bool provide(void **array, uint32_t count, uint32_t *capacity, uint32_t l
 static void begin(tp_record *record) {
     record->ops_before += record->op_count;
     record->op_count = record->use_count = record->storage_count = 0;
+    record->recipe_count = record->output_count = 0;
     record->moved_bytes = 0;
     record->overflown = false;
     record->number++;
@@ -112,16 +118,33 @@ static uint32_t birth_op(const tp_record *record) {
     return inside ? record->op_count - 1 : record->op_count;
 }
 
+static void hear(tp_record *record) {
+    const uint64_t thread = tp_this_thread();
+    record->turn += record->teller != thread;
+    record->teller = thread;
+}
+
 void tp_record_born(tp_record *record, tp_identity *identity, uint64_t bytes) {
     memset(identity, 0, sizeof *identity);
     tp_list_init(&identity->link);
     if (!tp_record_on(record)) return;
+    hear(record);
     identity->serial = ++record->serial;
     identity->bytes = bytes;
     identity->known_ops = record->ops_before + record->op_count;
     tp_list_push_back(&record->known, &identity->link);
     record->live_bytes += bytes;
     (void)storage_add(record, identity, birth_op(record));
+}
+
+void tp_record_moved(tp_record *record, tp_identity *from, tp_identity *to) {
+    *to = *from;
+    tp_list_init(&to->link);
+    from->serial = 0;
+    if (to->serial == 0) return;
+    tp_list_push_back(&from->link, &to->link); /* in its place */
+    tp_list_remove(&from->link);
+    if (to->record == record->number) record->storages[to->storage].owner = to;
 }
 
 void tp_record_freed(tp_record *record, tp_identity *identity) {
@@ -140,6 +163,7 @@ void tp_record_freed(tp_record *record, tp_identity *identity) {
 bool tp_record_op_begin(tp_record *record, uint32_t kind, uint32_t stream, uint64_t now_ns) {
     if (!PROVIDE(record, op)) record->overflown = true;
     if (record->overflown) return false;
+    hear(record);
     record->ops[record->op_count++] = (tp_record_op){
         .kind = kind,
         .stream = stream,
@@ -238,6 +262,54 @@ void tp_record_result(tp_record *record, uint32_t op, tp_identity *identity) {
     if (born != TP_NO_OP && born > op) op = born;
     if (op >= record->op_count) return;
     use_add(record, op, identity, false, true);
+}
+
+/* ---- recipes ----------------------------------------------------------------------------- */
+
+/* Whether it, or an operator that it called, wrote what was there before. */
+static bool changes_others(const tp_record *record, uint32_t op, uint32_t storages) {
+    for (uint32_t i = record->ops[op].use_begin; i < record->use_count; i++) {
+        if (record->uses[i].writes && record->uses[i].storage < storages) return true;
+    }
+    return false;
+}
+
+static bool outputs_add(tp_record *record, uint32_t from) {
+    for (uint32_t i = from; i < record->storage_count; i++) {
+        if (record->storages[i].owner == NULL) continue;
+        if (!provide((void **)&record->outputs, record->output_count, &record->output_capacity,
+                     record->limits.storages, sizeof *record->outputs))
+            return false;
+        record->outputs[record->output_count++] = i;
+    }
+    return true;
+}
+
+static bool recipe_add(tp_record *record, uint32_t op, uint32_t storages) {
+    const uint32_t begin = record->output_count;
+    if (!outputs_add(record, storages) || record->output_count == begin) return false;
+    if (!provide((void **)&record->recipes, record->recipe_count, &record->recipe_capacity,
+                 record->limits.ops, sizeof *record->recipes))
+        return false;
+    record->recipes[record->recipe_count++] =
+        (tp_record_recipe){.op = op,
+                           .last_op = record->op_count - 1,
+                           .output_begin = begin,
+                           .output_count = record->output_count - begin};
+    return true;
+}
+
+void tp_record_note_recipe(tp_record *record, uint32_t op, uint32_t storages, uint64_t turn) {
+    if (turn != record->turn || changes_others(record, op, storages)) return;
+    /* Those of operators that it called are part of it. */
+    while (record->recipe_count > 0 && record->recipes[record->recipe_count - 1].op > op)
+        record->output_count = record->recipes[--record->recipe_count].output_begin;
+    const tp_record_recipe *before =
+        record->recipe_count > 0 ? &record->recipes[record->recipe_count - 1] : NULL;
+    if (before != NULL && before->last_op >= op)
+        return; /* it began in the middle of that one */
+    const uint32_t outputs = record->output_count;
+    if (!recipe_add(record, op, storages)) record->output_count = outputs;
 }
 
 void tp_record_op_end(tp_record *record, uint64_t number) {

@@ -11,6 +11,12 @@
  * take, and how long the device waits for its program, belongs to the pair of operators before and
  * behind: pairs of two classes are classes too.
  *
+ * An operator that may be run again, as its caller says, leaves a recipe when it ends: the operators
+ * from it to the last that it called, what it was announced to read, and what was born meanwhile and
+ * is alive. One that is called by another with a recipe is part of that one. Where another thread
+ * has told of anything meanwhile there is no recipe: what was born would be anybody's. 16 bytes for
+ * each recipe, and 4 for each result.
+ *
  * Pure: no device. Expects the pager's lock. */
 #ifndef TP_PAGER_RECORD_H
 #define TP_PAGER_RECORD_H
@@ -57,6 +63,12 @@ typedef struct tp_record_storage {
     uint32_t born, dead;
 } tp_record_storage;
 
+/* Operators [op, last_op] make its results: storages of tp_record.outputs, from output_begin on. */
+typedef struct tp_record_recipe {
+    uint32_t op, last_op;
+    uint32_t output_begin, output_count;
+} tp_record_recipe;
+
 typedef struct tp_op_class {
     uint32_t like; /* 0: a free place */
     uint32_t sample_count;
@@ -76,19 +88,24 @@ typedef struct tp_record {
     uint32_t op_count, op_capacity;
     uint32_t use_count, use_capacity;
     uint32_t storage_count, storage_capacity;
-    uint32_t open_count;  /* operators in progress, of this recording or an earlier one */
-    uint64_t number;      /* of this recording; 0: nothing is recorded */
-    uint64_t first;       /* number of the first recording since tp_record_start */
-    uint64_t ops_before;  /* operators of earlier recordings */
-    uint64_t live_bytes;  /* now */
-    uint64_t moved_bytes; /* of all operands: by how much steps differ */
-    uint64_t serial;      /* given last */
-    uint32_t like;        /* of the operator that was recorded last, in whatever recording */
-    uint32_t first_gap;   /* class of what came before the first operator */
-    bool partial;         /* it began in the middle of a step */
-    bool overflown;       /* the step does not fit */
-    tp_link known;        /* identities of all live blocks */
-    tp_op_class *classes; /* TP_CLASSES of them; [0] is everybody else's */
+    tp_record_recipe *recipes; /* which do not overlap, in order */
+    uint32_t *outputs;
+    uint32_t recipe_count, recipe_capacity; /* within limits.ops */
+    uint32_t output_count, output_capacity; /* within limits.storages */
+    uint64_t teller, turn; /* the thread that told of something last; rises with each change */
+    uint32_t open_count;   /* operators in progress, of this recording or an earlier one */
+    uint64_t number;       /* of this recording; 0: nothing is recorded */
+    uint64_t first;        /* number of the first recording since tp_record_start */
+    uint64_t ops_before;   /* operators of earlier recordings */
+    uint64_t live_bytes;   /* now */
+    uint64_t moved_bytes;  /* of all operands: by how much steps differ */
+    uint64_t serial;       /* given last */
+    uint32_t like;         /* of the operator that was recorded last, in whatever recording */
+    uint32_t first_gap;    /* class of what came before the first operator */
+    bool partial;          /* it began in the middle of a step */
+    bool overflown;        /* the step does not fit */
+    tp_link known;         /* identities of all live blocks */
+    tp_op_class *classes;  /* TP_CLASSES of them; [0] is everybody else's */
     uint32_t class_count;
 } tp_record;
 
@@ -108,6 +125,8 @@ void tp_record_next(tp_record *record);
 /* A block. While nothing is recorded: nothing happens. */
 void tp_record_born(tp_record *record, tp_identity *identity, uint64_t bytes);
 void tp_record_freed(tp_record *record, tp_identity *identity);
+/* From now on `to`, which is not known, stands for what `from` stood for, which is forgotten. */
+void tp_record_moved(tp_record *record, tp_identity *from, tp_identity *to);
 
 /* An operator: begin, its operands, ready, all without dropping the lock; when it has been
  * launched, its results and then end. begin: false, and nothing recorded, when the step does
@@ -122,6 +141,9 @@ static inline uint32_t tp_record_gap(const tp_record *record) {
 }
 /* `op` is its number in the recording, of which it must be. */
 void tp_record_result(tp_record *record, uint32_t op, tp_identity *identity);
+/* The operator, which is about to end, may be run again. `storages`, `turn`: how many storages there
+ * were, and tp_record.turn, when it had begun. */
+void tp_record_note_recipe(tp_record *record, uint32_t op, uint32_t storages, uint64_t turn);
 /* `number`: of the recording that it began in. */
 void tp_record_op_end(tp_record *record, uint64_t number);
 

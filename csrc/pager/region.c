@@ -1,6 +1,5 @@
 #include "pager/region.h"
 
-#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "base/check.h"
@@ -13,14 +12,6 @@ struct tp_region_note {
     tp_block *block;
     uint64_t generation;
 };
-
-/* Not the system's thread id, which may be given to another thread while a region lives. */
-static uint64_t this_thread(void) {
-    static atomic_uint_fast64_t thread_count;
-    static _Thread_local uint64_t thread;
-    if (thread == 0) thread = atomic_fetch_add(&thread_count, 1) + 1;
-    return thread;
-}
 
 static bool closes(const tp_region *region) {
     return region->lift_count == 0 && !region->standing;
@@ -73,7 +64,7 @@ static void note(tp_pager *pager, tp_region *region, tp_block *block) {
 
 void tp_regions_note(tp_pager *pager, tp_block *block) {
     if (tp_list_empty(&pager->regions)) return;
-    const uint64_t thread = this_thread();
+    const uint64_t thread = tp_this_thread();
     for (tp_region *region = first_of(pager); region != NULL;
          region = next_of(pager, &region->link)) {
         if (region->thread == thread && region->lift_count == 0) note(pager, region, block);
@@ -120,7 +111,7 @@ static bool any_own_closed(tp_pager *pager, uint64_t thread) {
 
 void tp_regions_stand(tp_pager *pager) {
     if (tp_list_empty(&pager->regions)) return;
-    const uint64_t thread = this_thread();
+    const uint64_t thread = tp_this_thread();
     if (!any_own_closed(pager, thread)) return;
     /* Where no marker can be recorded now, the gate stays closed until one is. */
     if (TP_RULE(pager, TP_RULE_REGION_WAIT)) tp_pager_mark_region_end(pager);
@@ -137,7 +128,7 @@ void tp_regions_stand(tp_pager *pager) {
 
 void tp_regions_go(tp_pager *pager) {
     if (pager->standing_count == 0) return;
-    const uint64_t thread = this_thread();
+    const uint64_t thread = tp_this_thread();
     bool closed = false;
     for (tp_region *region = first_of(pager); region != NULL;
          region = next_of(pager, &region->link)) {
@@ -153,7 +144,7 @@ void tp_regions_go(tp_pager *pager) {
 
 void tp_regions_lift(tp_pager *pager) {
     if (tp_list_empty(&pager->regions)) return;
-    const uint64_t thread = this_thread();
+    const uint64_t thread = tp_this_thread();
     if (any_own_closed(pager, thread)) tp_pager_mark_region_end(pager);
     for (tp_region *region = first_of(pager); region != NULL;
          region = next_of(pager, &region->link)) {
@@ -167,7 +158,7 @@ void tp_regions_lift(tp_pager *pager) {
 }
 
 void tp_regions_unlift(tp_pager *pager) {
-    const uint64_t thread = this_thread();
+    const uint64_t thread = tp_this_thread();
     bool closed = false;
     for (tp_region *region = first_of(pager); region != NULL;
          region = next_of(pager, &region->link)) {
@@ -182,7 +173,7 @@ void tp_regions_unlift(tp_pager *pager) {
 
 void tp_regions_begin(tp_pager *pager, tp_region *region, const tp_access *accesses,
                       size_t count, tp_stream stream) {
-    region->thread = this_thread();
+    region->thread = tp_this_thread();
     region->lift_count = 0;
     region->standing = false;
     region->note_count = 0;

@@ -100,6 +100,8 @@ typedef struct parts {
     uint32_t *birth_begin, *births, *use_begin, *use_ops, *gram_head, *gram_next;
     tp_identity **live;
     uint32_t gram_mask;
+    tp_trace_recipe *recipes;
+    uint32_t *recipe_blocks, *recipe_ops;
 } parts;
 
 static uint32_t gram_chains(uint32_t op_count) {
@@ -108,7 +110,16 @@ static uint32_t gram_chains(uint32_t op_count) {
     return chains;
 }
 
-static tp_step *step_new(uint32_t ops, uint32_t uses, uint32_t blocks, parts *p) {
+/* At most so many operands and results of recipes. */
+static size_t recipe_blocks(const tp_record *record) {
+    size_t count = record->output_count;
+    for (uint32_t i = 0; i < record->recipe_count; i++)
+        count += record->ops[record->recipes[i].op].use_count;
+    return count;
+}
+
+static tp_step *step_new(const tp_record *record, uint32_t blocks, parts *p) {
+    const uint32_t ops = record->op_count, uses = record->use_count;
     size_t total = 0;
     const uint32_t chains = gram_chains(ops);
     const size_t head = part(&total, 1, sizeof(tp_step));
@@ -125,6 +136,9 @@ static tp_step *step_new(uint32_t ops, uint32_t uses, uint32_t blocks, parts *p)
         part(&total, uses, sizeof *p->use_ops),
         part(&total, chains, sizeof *p->gram_head),
         part(&total, ops, sizeof *p->gram_next),
+        part(&total, record->recipe_count, sizeof *p->recipes),
+        part(&total, record->recipe_count, sizeof *p->recipe_ops),
+        part(&total, recipe_blocks(record), sizeof *p->recipe_blocks),
     };
     char *memory = calloc(1, total);
     if (memory == NULL) return NULL;
@@ -147,6 +161,9 @@ static tp_step *step_new(uint32_t ops, uint32_t uses, uint32_t blocks, parts *p)
     p->gram_head = (void *)(memory + at[10]);
     p->gram_next = (void *)(memory + at[11]);
     p->gram_mask = chains - 1;
+    p->recipes = (void *)(memory + at[12]);
+    p->recipe_ops = (void *)(memory + at[13]);
+    p->recipe_blocks = (void *)(memory + at[14]);
     return (void *)(memory + head);
 }
 
@@ -204,6 +221,84 @@ static void order_uses(const tp_record *record, uint32_t *begin, uint32_t *order
     for (uint32_t i = 0; i < record->use_count; i++) begin[record->uses[i].op + 1]++;
     for (uint32_t op = 0; op < record->op_count; op++) begin[op + 1] += begin[op];
     for (uint32_t i = 0; i < record->use_count; i++) order[begin[record->uses[i].op]++] = i;
+}
+
+/* ---- recipes ----------------------------------------------------------------------------- */
+
+static uint64_t recipe_ns(const tp_trace_op *ops, uint32_t first, uint32_t last) {
+    uint64_t sum = 0;
+    for (uint32_t op = first; op <= last; op++) sum += ops[op].device_ns;
+    return sum;
+}
+
+static bool is_of_step(const tp_trace_block *it) {
+    return it->born_op != TP_NO_OP && it->born_op <= it->dead_op;
+}
+
+/* The blocks of a recipe of the record, from `at` on. False: it is none of the trace's. */
+static bool list_recipe(const draft *d, parts *p, const tp_record_recipe *from,
+                        tp_trace_recipe *to) {
+    const tp_record_op *op = &d->record->ops[from->op];
+    uint32_t *at = p->recipe_blocks + to->block_begin;
+    for (uint32_t i = 0; i < op->use_count; i++) {
+        const uint32_t block = d->block_of[d->record->uses[op->use_begin + i].storage];
+        if (block == TP_NO_OP || !tp_trace_block_is_alive(&p->blocks[block], from->op) ||
+            !tp_trace_block_is_alive(&p->blocks[block], from->last_op))
+            return false;
+        at[to->input_count++] = block;
+    }
+    const uint32_t *outputs = d->record->outputs + from->output_begin;
+    for (uint32_t i = 0; i < from->output_count; i++) {
+        const uint32_t block = d->block_of[outputs[i]];
+        if (block == TP_NO_OP || !is_of_step(&p->blocks[block])) return false;
+        at[to->input_count + to->output_count++] = block;
+    }
+    return true;
+}
+
+static void fill_recipes(const draft *d, parts *p, tp_trace *trace) {
+    for (uint32_t i = 0; i < d->record->recipe_count; i++) {
+        const tp_record_recipe *from = &d->record->recipes[i];
+        tp_trace_recipe to = {.device_ns = recipe_ns(p->ops, from->op, from->last_op),
+                              .op = from->last_op,
+                              .block_begin = trace->recipe_block_count};
+        if (!list_recipe(d, p, from, &to)) continue;
+        p->recipe_ops[trace->recipe_count] = from->op;
+        p->recipes[trace->recipe_count++] = to;
+        trace->recipe_block_count += to.input_count + to.output_count;
+    }
+    trace->recipes = p->recipes;
+    trace->recipe_blocks = p->recipe_blocks;
+}
+
+uint64_t tp_step_recipe_hash(const tp_record *record) {
+    uint64_t hash = 1;
+    for (uint32_t i = 0; i < record->recipe_count; i++) {
+        const tp_record_recipe *it = &record->recipes[i];
+        const uint64_t value = (uint64_t)it->op << 32 | it->last_op;
+        hash = (hash ^ value ^ (uint64_t)it->output_count << 20) * 0x9E3779B97F4A7C15u;
+        hash ^= hash >> 29;
+    }
+    return hash;
+}
+
+bool tp_step_alike(const tp_step *a, const tp_step *b) {
+    const tp_trace *x = &a->trace, *y = &b->trace;
+    if (x->op_count != y->op_count || x->operand_count != y->operand_count ||
+        x->block_count != y->block_count)
+        return false;
+    bool same = true;
+    for (uint32_t i = 0; i < x->op_count && same; i++)
+        same = x->ops[i].operand_count == y->ops[i].operand_count;
+    for (uint32_t i = 0; i < x->operand_count && same; i++) {
+        const tp_trace_operand *o = &x->operands[i], *r = &y->operands[i];
+        same = o->block == r->block && o->reads == r->reads && o->writes == r->writes;
+    }
+    for (uint32_t i = 0; i < x->block_count && same; i++) {
+        const tp_trace_block *o = &x->blocks[i], *r = &y->blocks[i];
+        same = o->bytes == r->bytes && o->born_op == r->born_op && o->dead_op == r->dead_op;
+    }
+    return same;
 }
 
 /* ---- indices ----------------------------------------------------------------------------- */
@@ -273,7 +368,7 @@ static tp_step *build(draft *d, uint32_t *order, uint32_t slot) {
     const tp_record *record = d->record;
     place_blocks(d);
     parts p;
-    tp_step *step = step_new(record->op_count, record->use_count, d->block_count, &p);
+    tp_step *step = step_new(record, d->block_count, &p);
     if (step == NULL) return NULL;
     memcpy(p.blocks, d->blocks, d->block_count * sizeof *p.blocks);
     fill_ops(d, &p);
@@ -285,11 +380,14 @@ static tp_step *build(draft *d, uint32_t *order, uint32_t slot) {
                              .op_count = record->op_count,
                              .operand_count = fill_operands(d, &p, order),
                              .block_count = d->block_count};
+    fill_recipes(d, &p, &step->trace);
     index_uses(&step->trace, &p);
     index_births(&step->trace, &p);
     index_grams(&step->trace, &p);
     step->slot = slot;
     step->moved_bytes = record->moved_bytes;
+    step->recipe_ops = p.recipe_ops;
+    step->recipe_hash = step->last_recipe_hash = tp_step_recipe_hash(record);
     assemble(step, &p);
     TP_ASSERT(tp_trace_check(&step->trace, NULL) == TP_OK);
     return step;
@@ -348,6 +446,14 @@ void tp_step_bind(tp_step *step, uint32_t block, tp_identity *identity) {
     identity->bound[step->slot] = block + 1;
 }
 
+void tp_step_moved(tp_step *const *steps, tp_identity *to) {
+    for (uint32_t slot = 0; slot < TP_KINDS_MAX; slot++) {
+        if (to->bound[slot] != 0) {
+            steps[slot]->live[to->bound[slot] - 1] = to;
+        }
+    }
+}
+
 void tp_step_unbind(tp_step *const *steps, tp_identity *identity) {
     for (uint32_t slot = 0; slot < TP_KINDS_MAX; slot++) {
         if (identity->bound[slot] != 0) steps[slot]->live[identity->bound[slot] - 1] = NULL;
@@ -365,6 +471,9 @@ bool tp_step_refresh(tp_step *step, const tp_record *record) {
                                tp_record_class_ns(record, step->gap_idx[i]);
         total += ops[i].device_ns;
     }
+    tp_trace_recipe *recipes = (tp_trace_recipe *)(uintptr_t)step->trace.recipes;
+    for (uint32_t i = 0; i < step->trace.recipe_count; i++)
+        recipes[i].device_ns = recipe_ns(ops, step->recipe_ops[i], recipes[i].op);
     const uint64_t before = step->device_ns;
     const uint64_t apart = total > before ? total - before : before - total;
     if (apart <= before / 32) return false;

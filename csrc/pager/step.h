@@ -9,6 +9,9 @@
  * replaced by one of its size in each step is one block with it, alive across the step's
  * boundary (dead_op < born_op).
  *
+ * Recipes of the record become recipes of the trace, unless something that they make, or read,
+ * is no block alive throughout. 28 bytes for each, and 4 for each block.
+ *
  * Pure: no device. */
 #ifndef TP_PAGER_STEP_H
 #define TP_PAGER_STEP_H
@@ -41,6 +44,12 @@ typedef struct tp_step {
     const uint32_t *birth_begin;         /* and one behind: its part of `births` */
     const uint32_t *births;              /* blocks by born_op */
 
+    const uint32_t
+        *recipe_ops;      /* by recipe of the trace: the operator that may be run again, the
+                                   first of those that are part of it */
+    uint64_t recipe_hash; /* of the record's, and of the last run's: tp_step_recipe_hash */
+    uint64_t last_recipe_hash;
+
     /* By block. */
     const uint32_t *use_begin; /* and one behind: its part of `use_ops` */
     const uint32_t *use_ops;   /* operators that use it, in order */
@@ -64,6 +73,11 @@ uint32_t tp_step_gram(const uint32_t *kinds);
 /* A step of what has been recorded; its bindings are still to be made (tp_step_bind_all). NULL:
  * host memory is short, or nothing was recorded. O(operands). */
 tp_step *tp_step_build(const tp_record *record, uint32_t slot);
+/* Of which operators there are recipes. O(recipes). */
+uint64_t tp_step_recipe_hash(const tp_record *record);
+/* Whether two steps have the same operators, operands and blocks, whatever their times and recipes:
+ * a plan for one is a plan for the other. O(operands). */
+bool tp_step_alike(const tp_step *a, const tp_step *b);
 /* Binds the blocks that are alive at the end of the recording it was built of. */
 void tp_step_bind_all(tp_step *step, const tp_record *record);
 /* Unbinds everything, and frees it. */
@@ -72,6 +86,8 @@ void tp_step_destroy(tp_step *step);
 /* From now on the live block stands for that block of the trace; an earlier one, and an earlier
  * meaning of it, are forgotten. */
 void tp_step_bind(tp_step *step, uint32_t block, tp_identity *identity);
+/* The block is part of another struct now. */
+void tp_step_moved(tp_step *const *steps, tp_identity *to);
 /* The block is freed: no step knows it any more. */
 void tp_step_unbind(tp_step *const *steps, tp_identity *identity);
 

@@ -182,6 +182,17 @@ static uint32_t free_place(const tp_steps *steps) {
     return place; /* or NONE */
 }
 
+static void put(tp_steps *steps, tp_step *step) {
+    const uint32_t place = step->slot;
+    if (steps->at[place] != NULL) {
+        steps->bytes -= steps->at[place]->bytes;
+        tp_step_destroy(steps->at[place]);
+    }
+    steps->at[place] = step;
+    steps->bytes += step->bytes;
+    tp_step_bind_all(step, &steps->record);
+}
+
 static tp_step *remember(tp_steps *steps) {
     uint32_t place = free_place(steps);
     if (place == NONE) {
@@ -199,17 +210,15 @@ static tp_step *remember(tp_steps *steps) {
         }
         forget(steps, other);
     }
-    steps->at[place] = step;
-    steps->bytes += step->bytes;
+    put(steps, step);
     if (steps->count <= place) steps->count = place + 1;
     step->number = step->built = ++steps->number;
     step->fresh = true;
-    tp_step_bind_all(step, &steps->record);
     return step;
 }
 
-static void refresh(tp_steps *steps, tp_step *step) {
-    if (step->held_count > 0 || !tp_step_refresh(step, &steps->record)) return;
+/* Its trace is another. */
+static void renumber(tp_steps *steps, tp_step *step) {
     const uint64_t before = step->number;
     step->number = ++steps->number;
     step->fresh = true;
@@ -217,6 +226,30 @@ static void refresh(tp_steps *steps, tp_step *step) {
         if (steps->at[i] != NULL && steps->at[i]->next_number == before)
             steps->at[i]->next_number = step->number;
     }
+}
+
+static void refresh(tp_steps *steps, tp_step *step) {
+    if (step->held_count == 0 && tp_step_refresh(step, &steps->record)) renumber(steps, step);
+}
+
+/* The program has other recipes than when the step was remembered, and had them in its last run
+ * too. The step is built anew, in its place; what was planned for it goes on if it differs in nothing
+ * else. Returns the step that counts. */
+static tp_step *renew_recipes(tp_steps *steps, tp_step *step) {
+    const uint64_t hash = tp_step_recipe_hash(&steps->record), last = step->last_recipe_hash;
+    step->last_recipe_hash = hash;
+    if (hash == step->recipe_hash || hash != last || step->held_count > 0) return step;
+    tp_step *other = tp_step_build(&steps->record, step->slot);
+    if (other == NULL) return step;
+    other->number = step->number;
+    other->built = tp_step_alike(step, other) ? step->built : ++steps->number;
+    other->completed_count = step->completed_count;
+    other->last_completed = step->last_completed;
+    other->next_number = step->next_number;
+    other->next_trust = step->next_trust;
+    put(steps, other);
+    renumber(steps, other);
+    return other;
 }
 
 /* What has followed a step once follows it as a rule only if nothing else does. */
@@ -236,6 +269,7 @@ static bool complete(tp_steps *steps) {
     if (step == NULL) {
         step = remember(steps);
     } else {
+        step = renew_recipes(steps, step);
         refresh(steps, step);
     }
     if (step == NULL) return false;
@@ -362,6 +396,11 @@ void tp_steps_born(tp_steps *steps, tp_identity *identity, uint64_t bytes) {
     if (block != TP_NO_OP) tp_step_bind(step, block, identity);
 }
 
+void tp_steps_moved(tp_steps *steps, tp_identity *from, tp_identity *to) {
+    tp_record_moved(&steps->record, from, to);
+    if (to->serial != 0) tp_step_moved(steps->at, to);
+}
+
 void tp_steps_freed(tp_steps *steps, tp_identity *identity) {
     if (identity->serial == 0) return;
     tp_step_unbind(steps->at, identity);
@@ -396,6 +435,12 @@ uint32_t tp_steps_op_ready(tp_steps *steps) {
 
 void tp_steps_result(tp_steps *steps, uint32_t op, uint64_t number, tp_identity *identity) {
     if (number == steps->record.number) tp_record_result(&steps->record, op, identity);
+}
+
+void tp_steps_note_recipe(tp_steps *steps, uint32_t op, uint64_t number, uint32_t storages,
+                          uint64_t turn) {
+    if (number == steps->record.number)
+        tp_record_note_recipe(&steps->record, op, storages, turn);
 }
 
 void tp_steps_op_end(tp_steps *steps, uint64_t number) {

@@ -9,7 +9,8 @@
  * optimizer's step ends with its last operator, so that two optimizers in a row are one step.
  *
  * Kinds: a step whose operators are of the same kinds in the same order as those of a remembered
- * one, on about as many bytes, is another run of it, and only refreshes its times. Any other is
+ * one, on about as many bytes, is another run of it, and only refreshes its times; and, once they
+ * have been others twice in a row, its recipes. Any other is
  * remembered in its own right. When there is no place left, or all together take more than
  * a bound, one that has run only once goes first: so an odd batch takes nothing away from the
  * steps that come again and again. A step takes about 70 bytes an operator, 20 an operand and 40 a
@@ -92,6 +93,8 @@ static inline bool tp_steps_on(const tp_steps *steps) { return tp_record_on(&ste
 /* O(1); binds the block if it is the one that the step has next. */
 void tp_steps_born(tp_steps *steps, tp_identity *identity, uint64_t bytes);
 void tp_steps_freed(tp_steps *steps, tp_identity *identity);
+/* From now on `to` stands for what `from` stood for, which is forgotten. O(TP_KINDS_MAX). */
+void tp_steps_moved(tp_steps *steps, tp_identity *from, tp_identity *to);
 /* An operator begins: may end the step first, in O(live blocks), or O(operands) for a step that
  * is new. Then its operands. Then ready, which moves the position on: O(TP_KINDS_MAX + operands).
  * begin: false, no operands and no ready, when the step is too long to be recorded. */
@@ -102,6 +105,9 @@ void tp_steps_operand(tp_steps *steps, tp_identity *identity, bool write);
 uint32_t tp_steps_op_ready(tp_steps *steps);
 /* `op`, `number`: of the record, when it began. */
 void tp_steps_result(tp_steps *steps, uint32_t op, uint64_t number, tp_identity *identity);
+/* As tp_record_note_recipe. */
+void tp_steps_note_recipe(tp_steps *steps, uint32_t op, uint64_t number, uint32_t storages,
+                          uint64_t turn);
 void tp_steps_op_end(tp_steps *steps, uint64_t number);
 void tp_steps_mark(tp_steps *steps, tp_step_mark mark);
 /* Ends the step that an optimizer has ended, without waiting for the next operator. */

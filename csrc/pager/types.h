@@ -10,6 +10,7 @@
 #define TP_NO_LIMIT SIZE_MAX
 
 typedef struct tp_core tp_core;
+typedef struct tp_dropped tp_dropped;
 
 /* What the core wants to be told of operators. */
 typedef enum tp_arming {
@@ -38,6 +39,12 @@ typedef struct tp_hooks {
     /* For the first time a write was found that nobody had announced, to the block at `addr`. On the
      * pager's thread, as above. */
     void (*unseen_write)(void *ctx, tp_addr addr, size_t bytes);
+    /* The plan that is followed drops the block at `addr`, which no operator uses now and which is
+     * used again later: whoever can make its bytes again may let it go with tp_drop, now or later, or
+     * leave it. By the time of the call another block may be there. On the thread of an operator that
+     * has ended or is about to begin, before anything is done for it; it may allocate, free and drop, but
+     * not what that operator uses, nor may it run operators. */
+    void (*drop)(void *ctx, tp_core *core, tp_addr addr);
     /* The other allocator that shares the budget (PyTorch's native one). Asks it never to hold more
      * than max(cap_bytes, what it holds now); returns the bound that is in force. */
     size_t (*foreign_cap)(void *ctx, size_t cap_bytes);
@@ -122,8 +129,9 @@ typedef enum tp_alloc_flags {
                                    tp_op_adopt. Small requests that share a block: nothing */
     TP_ALLOC_SEEN = 1 << 1,   /* known to be a tensor */
     TP_ALLOC_UNKNOWN =
-        1 << 2 /* perhaps by an operator that began before the hook was armed, and goes
+        1 << 2, /* perhaps by an operator that began before the hook was armed, and goes
                                  on after this call */
+    TP_ALLOC_RERUN = 1 << 3 /* for what a rerun makes: no part of the program */
 } tp_alloc_flags;
 
 typedef struct tp_block_info {
@@ -143,10 +151,18 @@ typedef struct tp_access {
 } tp_access;
 
 /* One operator in progress on one thread. Zero-initialise; the fields are the core's, but for the
- * first two. */
+ * first four. */
 typedef struct tp_op {
     uint32_t name; /* tp_op_name; 0: it has none */
     bool backward; /* it is part of a backward pass */
+    bool rerun;    /* it makes dropped bytes again: no part of the program */
+    /* It could be run again, by whoever sets this: it is a function of its operands alone, changes
+     * none of them, makes the same bytes each time, and allocates its results. Operators that it
+     * calls are part of it. */
+    bool recipe;
+    /* Answered by tp_op_begin: the plan that is followed drops something that this operator makes,
+     * or has it made again for something else. Never without tp_core_set_recompute. */
+    bool keep_recipe;
     tp_core *core;
     struct tp_op_pin *pins;
     uint32_t pin_count, pin_capacity;
@@ -158,6 +174,8 @@ typedef struct tp_op {
     uint64_t waited_ns;           /* tp_thread_waited_ns when its time began */
     uint64_t recorded_total,
         started_ns; /* operators recorded until it began; when it started */
+    uint32_t recorded_storages;
+    uint64_t recorded_turn; /* see tp_record_note_recipe */
 } tp_op;
 
 /* An opaque region: code on one thread whose kernels we cannot see. Zero-initialise; the fields are
@@ -191,10 +209,15 @@ typedef struct tp_stats {
         unseen_writes; /* extents found to differ from their copy though no write was announced:
                                they were copied again */
     tp_tally unproven; /* CLEAN extents copied again because nothing proved them equal */
-    tp_tally fingerprints; /* asked of the device */
-    tp_tally plans;        /* made for kinds of step; ns: the time it took */
-    uint64_t planned_ops;  /* operators that began while a plan was followed */
-    tp_tally discards;     /* freed extents forgotten without a copy */
+    tp_tally fingerprints;       /* asked of the device */
+    tp_tally plans;              /* made for kinds of step; ns: the time it took */
+    uint64_t planned_ops;        /* operators that began while a plan was followed */
+    uint64_t planned_drop_bytes; /* in one step, by the plan that was made last */
+    tp_gauge dropped; /* bytes of live storages that are to be made again; in no other gauge */
+    uint64_t wrong_reruns,
+        unverified_reruns;  /* what came back was something else; not compared */
+    tp_tally drops, reruns; /* blocks whose bytes went, and came back */
+    tp_tally discards;      /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;
     uint64_t block_count, live_peak_count;

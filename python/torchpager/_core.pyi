@@ -31,6 +31,7 @@ def sim_open(
     seed: int,
     poison: bool = True,
     readonly: bool = False,
+    link_bytes_per_s: int = 0,
 ) -> None:
     """Create the simulated device and its core at SIM_SLOT. CoreError("BUSY") if one is open."""
 
@@ -65,6 +66,7 @@ def cuda_probe(device: int = 0, retain: bool = False) -> dict[str, Any]:
 def set_budget(slot: int, device_bytes: int | None, host_bytes: int | None) -> None: ...
 def get_budget(slot: int) -> tuple[int | None, int | None]: ...
 def set_offload(slot: int, offload: bool) -> None: ...
+def set_recompute(slot: int, recompute: bool) -> None: ...
 def set_planning(slot: int, planning: bool) -> None: ...
 def empty_cache(slot: int) -> None: ...
 
@@ -140,6 +142,7 @@ def make_plan(
     budget_bytes: int,
     link_bytes_per_s: int,
     link_both_bytes_per_s: int,
+    no_keep: bool,
 ) -> tuple[bytes, int, int, int, int, int, int, int]:
     """Plan one step (csrc/pager/plan.h). The trace comes as columns in the machine's byte order.
 
@@ -147,7 +150,8 @@ def make_plan(
     (u8). For each operand: operand_block (u32), operand_flags (u8; 1 reads, 2 writes). For each block:
     block_bytes (u64), born and dead (u32; 2**32 - 1 twice: it lives through the step). For each
     recipe, operators rising: recipe_ns (u64), recipe_op (u32), recipe_input_end and recipe_output_end
-    (u32; where its inputs and its outputs end in recipe_block, u32).
+    (u32; where its inputs and its outputs end in recipe_block, u32). no_keep: bytes of dead blocks are
+    not kept for reruns.
     Returns the acts, four u32 each (operator, block, extent, kind: tp_act_kind), the model's step_ns,
     in_bytes, out_bytes and peak_bytes, and the number of reruns, their ns and the dropped bytes.
     CoreError("OUT_OF_MEMORY") if the operands of an operator do not fit, "INVALID" for a trace that

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 TORCH_VERSION: str  # the torch it was built against, "2.14.1"
 
 def install(large_min: int) -> None:
@@ -36,6 +38,16 @@ def announced(function: Callable[..., Any], mode: int) -> Callable[..., Any]:
 def defer_collectives(change: int) -> None:
     """Between a call with 1 and one with -1, collectives only begin later what they are asked for:
     their operands become immovable."""
+
+def recompute_mode(mode: int) -> None:
+    """0: nothing is dropped, and what is comes back. 1: what plans say. 2: whatever may be."""
+
+def recompute_counts() -> dict[str, int]:
+    """Return the fields of recompute.Recomputation."""
+
+def bring_back(tensor: torch.Tensor | None) -> bool:
+    """The bytes of a tensor are made again if they were dropped, and are not dropped any more.
+    None: those of all, for once. False: some could not be made."""
 
 def hook_forced(level: int) -> None:
     """Arm the hook regardless of watermarks (benchmarks and tests): 0 not, 1 for the

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,7 @@ def read_counters(stats: Stats) -> dict[str, Any]:
 @contextmanager
 def contexts(settings: dict[str, Any]) -> Iterator[None]:
     """Enter what the run asks for: the simulated device, the budget, paging."""
+    paging = partial(torchpager.auto_offload, recompute=settings.get("recompute", False))
     with ExitStack() as stack:
         if settings["device"] == "cpu":
             stack.enter_context(
@@ -159,9 +161,9 @@ def contexts(settings: dict[str, Any]) -> Iterator[None]:
             )
         if settings.get("budget_bytes"):
             stack.enter_context(torchpager.budget(settings["budget_bytes"]))
-            stack.enter_context(torchpager.auto_offload())
+            stack.enter_context(paging())
         elif settings["device"] == "cuda":
-            stack.enter_context(torchpager.auto_offload())
+            stack.enter_context(paging())
         yield
 
 

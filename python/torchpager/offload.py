@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from torchpager import _control, _core, optimizer_chunks, optimizers, regions
+from torchpager import _control, _core, optimizer_chunks, optimizers, recompute, regions
 from torchpager._targets import DeviceLike, resolve
 from torchpager.budget import host_size, resolve_host
 from torchpager.errors import UnavailableError
@@ -13,10 +13,15 @@ from torchpager.sizes import Size
 class AutoOffload(_control.Context):
     """What :func:`auto_offload` returns: a context, with ``start()`` and ``stop()``."""
 
-    def __init__(self, *, host: Size | None = None, device: DeviceLike = None) -> None:
+    def __init__(
+        self, *, host: Size | None = None, device: DeviceLike = None, recompute: bool = False
+    ) -> None:
         super().__init__()
+        if not isinstance(recompute, bool):
+            raise TypeError(f"recompute is {recompute!r}; possible are True and False")
         self._host = host_size(host)
         self._device = device
+        self._recompute = recompute
 
     def __repr__(self) -> str:
         return "auto_offload()"
@@ -51,9 +56,14 @@ class AutoOffload(_control.Context):
         _control.use_slot(target.slot)
         self._undo_later(partial(optimizers.unwatch, self))
         optimizers.watch(self, target.slot)
+        if self._recompute:
+            self._undo_later(partial(recompute.stop, self))
+            recompute.start(self, target.slot)
 
 
-def auto_offload(*, host: Size | None = None, device: DeviceLike = None) -> AutoOffload:
+def auto_offload(
+    *, host: Size | None = None, device: DeviceLike = None, recompute: bool = False
+) -> AutoOffload:
     """Return paging, for the whole process; entered before or after a budget().
 
     Tensors that do not fit in the budget live in host memory and come back when an operator
@@ -71,6 +81,10 @@ def auto_offload(*, host: Size | None = None, device: DeviceLike = None) -> Auto
     device
         A CUDA device; None: the simulated device inside :func:`torchpager.simulate`, else the
         current CUDA device.
+    recompute
+        Whether bytes may be given up instead of moved, where making them again takes less time:
+        results of operators that are functions of their operands alone, that only autograd
+        keeps. Their operator runs once more before the next use, with the same bits.
 
     Returns
     -------
@@ -79,6 +93,8 @@ def auto_offload(*, host: Size | None = None, device: DeviceLike = None) -> Auto
 
     Raises
     ------
+    TypeError
+        ``recompute`` is no bool.
     UnavailableError
         On entry: there is no device to act on, or the pluggable allocator is in place.
 
@@ -88,4 +104,4 @@ def auto_offload(*, host: Size | None = None, device: DeviceLike = None) -> Auto
     >>> with torchpager.simulate("64 MiB"), torchpager.auto_offload():
     ...     tensors = [torch.zeros(4 << 20) for _ in range(8)]  # 128 MiB
     """
-    return AutoOffload(host=host, device=device)
+    return AutoOffload(host=host, device=device, recompute=recompute)

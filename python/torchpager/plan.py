@@ -80,6 +80,7 @@ def make_plan(
     budget_bytes: int,
     *,
     recipes: Sequence[StepRecipe] = (),
+    keep: bool = True,
     link: Link | None = None,
 ) -> Plan:
     """Plan a step inside a budget.
@@ -88,6 +89,9 @@ def make_plan(
     ----------
     recipes
         Of blocks that may be dropped and made again, where that is faster than moving them.
+    keep
+        Whether the bytes of a block that has died may be kept for a rerun. The pager cannot:
+        what the program has freed it makes again.
 
     Raises
     ------
@@ -110,6 +114,7 @@ def make_plan(
         budget_bytes=budget_bytes,
         link_bytes_per_s=round(link.alone),
         link_both_bytes_per_s=round(link.both),
+        no_keep=not keep,
     )
     return Plan(
         tuple(

@@ -26,6 +26,7 @@ class _Options:
     page_out_before_op: bool
     seed: int
     readonly: bool
+    link_bytes_per_s: int
 
 
 class Simulation(_control.Context):
@@ -43,6 +44,7 @@ class Simulation(_control.Context):
         strict: bool = False,
         page_out_before_each_op: bool = False,
         seed: int = 0,
+        link: Size | None = None,
     ) -> None:
         super().__init__()
         granularity_bytes = parse_size(granularity, name="granularity")
@@ -83,6 +85,7 @@ class Simulation(_control.Context):
             page_out_before_op=page_out_before_each_op,
             seed=seed,
             readonly=_control.debug("readonly"),
+            link_bytes_per_s=0 if link is None else parse_size(link, name="link"),
         )
 
     def __repr__(self) -> str:
@@ -146,6 +149,7 @@ def simulate(
     strict: bool = False,
     page_out_before_each_op: bool = False,
     seed: int = 0,
+    link: Size | None = None,
 ) -> Simulation:
     """Return a simulated device, on which CPU tensors count as device memory.
 
@@ -176,6 +180,9 @@ def simulate(
         For tests: everything that may be evicted is evicted before each operator.
     seed
         Of the order in which simulated copies complete.
+    link
+        Bytes that plans expect a copy to move in a second. Default: those of a fast PCI Express
+        link, "55 GB".
 
     Returns
     -------
@@ -205,4 +212,5 @@ def simulate(
         strict=strict,
         page_out_before_each_op=page_out_before_each_op,
         seed=seed,
+        link=link,
     )

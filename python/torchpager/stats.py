@@ -49,6 +49,8 @@ class Stats:
     """Host frames that exist: what the host budget bounds."""
     pinned: Gauge = Gauge()
     """Live tensor bytes that were made immovable."""
+    dropped: Gauge = Gauge()
+    """Bytes of live tensors that are nowhere now, to be made again at their next use."""
     held: Gauge = Gauge()
     """Reserved plus what the native allocator held, at our last change."""
     fills: Tally = Tally()
@@ -71,6 +73,10 @@ class Stats:
     """Contents looked at on the device, to know whether they have changed."""
     plans: Tally = Tally()
     """Plans made for kinds of step, and the time that took."""
+    drops: Tally = Tally()
+    """Tensors whose bytes were given up because they can be made again."""
+    reruns: Tally = Tally()
+    """Tensors whose bytes were made again, by running their operator once more."""
     discards: Tally = Tally()
     """Freed bytes forgotten without a copy."""
     frame_creates: Tally = Tally()
@@ -82,6 +88,12 @@ class Stats:
     """Tensors made in HOST because the device had no room."""
     planned_ops: int = 0
     """Operators that began while a plan was carried out."""
+    planned_drop_bytes: int = 0
+    """What the last plan that was made gives up in one step, to make it again."""
+    unverified_reruns: int = 0
+    """Bytes made again that could not be compared with what they had been."""
+    wrong_reruns: int = 0
+    """Bytes made again that were not the same: the next allocation raises."""
     ooms: int = 0
     """Allocations that failed."""
     optimizer_chunks: int = 0

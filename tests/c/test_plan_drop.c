@@ -251,6 +251,33 @@ TEST(large_dead_input_is_kept_where_it_cannot_be_made_again_and_is_smaller) {
     tp_plan_fini(&plan);
 }
 
+/* As it is at run time: what the program has freed is gone. */
+TEST(nothing_is_kept_where_it_cannot_be) {
+    scene s;
+    chain_scene(&s, 8);
+    s.blocks[1].bytes = TP_MIB; /* small: else it would be kept */
+    s.config.no_keep = true;
+    tp_plan plan;
+    make(&s, &plan);
+    EXPECT_EQ(count(&plan, TP_ACT_KEEP), 0);
+    EXPECT_EQ(plan.rerun_count, 2);
+    EXPECT(is_act(&plan, 0, TP_ACT_DROP, 3, 2));
+    EXPECT(is_act(&plan, 1, TP_ACT_RERUN, 4, 1));
+    EXPECT(is_act(&plan, 2, TP_ACT_RERUN, 4, 2));
+    tp_plan_fini(&plan);
+    s.config.chain_max = 0; /* nor can it be made again, then */
+    make(&s, &plan);
+    EXPECT_EQ(count(&plan, TP_ACT_DROP) + count(&plan, TP_ACT_KEEP), 0);
+    tp_plan_fini(&plan);
+    chain_scene(&s, 64);
+    s.config.no_keep = true;
+    s.recipes[0] = s.recipes[1];
+    s.trace.recipe_count = 1;
+    make(&s, &plan);
+    EXPECT_EQ(count(&plan, TP_ACT_DROP) + count(&plan, TP_ACT_KEEP), 0);
+    tp_plan_fini(&plan);
+}
+
 TEST(results_of_one_operator_come_back_together) {
     scene s;
     scene_init(&s, 430);

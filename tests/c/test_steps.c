@@ -284,6 +284,254 @@ TEST(times_of_operators_come_from_samples) {
     scene_free(s);
 }
 
+/* ---- recipes ----------------------------------------------------------------------------- */
+
+/* An operator in progress that could be run again. */
+typedef struct maker {
+    uint64_t number, turn;
+    uint32_t op, storages;
+} maker;
+
+static maker begin_maker(scene *s, uint32_t name, tp_identity *const *operands, uint32_t count,
+                         bool writes) {
+    tp_steps *steps = &s->steps;
+    MUST(tp_steps_op_begin(steps, name, false, 1, s->now_ns += 1000));
+    for (uint32_t i = 0; i < count; i++) tp_steps_operand(steps, operands[i], writes);
+    (void)tp_steps_op_ready(steps);
+    return (maker){steps->record.number, steps->record.turn, steps->record.op_count - 1,
+                   steps->record.storage_count};
+}
+
+static void end_maker(scene *s, maker it, tp_identity *const *results, uint32_t count) {
+    tp_steps *steps = &s->steps;
+    for (uint32_t i = 0; i < count; i++) tp_steps_result(steps, it.op, it.number, results[i]);
+    tp_steps_note_recipe(steps, it.op, it.number, it.storages, it.turn);
+    tp_steps_op_end(steps, it.number);
+}
+
+static void read(scene *s, tp_identity *identity) {
+    (void)run(s, 60, false, &identity, 1, NULL, 0);
+}
+
+/* The body of a step, run twice; what it leaves in activations[0 .. 3] is freed before it ends. */
+static const tp_step *step_of(scene *s, void (*body)(scene *s)) {
+    for (int i = 0; i < 2; i++) {
+        body(s);
+        for (uint32_t k = 0; k < 4; k++) {
+            if (s->activations[k].serial != 0) tp_steps_freed(&s->steps, &s->activations[k]);
+        }
+        read(s, &s->weights[9]);
+        tp_steps_mark(&s->steps, TP_STEP_ASKED);
+    }
+    const tp_step *step = tp_steps_last(&s->steps);
+    MUST(step != NULL);
+    EXPECT_OK(tp_trace_check(&step->trace, &test_error));
+    return step;
+}
+
+static void expect_recipe(const tp_step *step, uint32_t idx, uint32_t first, uint32_t last,
+                          uint32_t inputs, uint32_t outputs) {
+    MUST(idx < step->trace.recipe_count);
+    const tp_trace_recipe *it = &step->trace.recipes[idx];
+    EXPECT_EQ(step->recipe_ops[idx], first);
+    EXPECT_EQ(it->op, last);
+    EXPECT_EQ(it->input_count, inputs);
+    EXPECT_EQ(it->output_count, outputs);
+    uint64_t ns = 0;
+    for (uint32_t op = first; op <= last; op++) ns += step->trace.ops[op].device_ns;
+    EXPECT_EQ(it->device_ns, ns);
+}
+
+static uint32_t block_of(const tp_step *step, uint32_t idx, uint32_t place) {
+    return step->trace.recipe_blocks[step->trace.recipes[idx].block_begin + place];
+}
+
+/* It calls two others, of which one could be run again by itself; a temporary dies inside. */
+static void nested(scene *s) {
+    tp_identity *inputs[2] = {&s->weights[1], &s->weights[2]};
+    tp_identity *results[2] = {&s->activations[0], &s->activations[1]};
+    const maker outer = begin_maker(s, 1, inputs, 2, false);
+    tp_steps_born(&s->steps, results[0], 5000);
+    tp_identity *temporary = &s->activations[5];
+    const maker inner = begin_maker(s, 2, inputs, 1, false);
+    tp_steps_born(&s->steps, temporary, 7000);
+    end_maker(s, inner, &temporary, 1);
+    tp_steps_born(&s->steps, results[1], 6000);
+    (void)run(s, 3, false, &temporary, 1, NULL, 0);
+    tp_steps_freed(&s->steps, temporary);
+    end_maker(s, outer, results, 2);
+    read(s, results[0]);
+    const maker next = begin_maker(s, 4, &results[1], 1, false);
+    tp_steps_born(&s->steps, &s->activations[2], 8000);
+    tp_identity *result = &s->activations[2];
+    end_maker(s, next, &result, 1);
+}
+
+TEST(recipe_is_of_an_operator_with_those_that_it_calls) {
+    scene *s = scene_new(&wide);
+    const tp_step *step = step_of(s, nested);
+    EXPECT_EQ(step->trace.recipe_count, 2);
+    EXPECT_EQ(step->trace.recipe_block_count, 2 + 2 + 1 + 1);
+    expect_recipe(step, 0, 0, 2, 2, 2);
+    EXPECT(block_of(step, 0, 0) == 1 && block_of(step, 0, 1) == 2);
+    EXPECT_EQ(step->trace.blocks[block_of(step, 0, 2)].bytes, 5000);
+    EXPECT_EQ(step->trace.blocks[block_of(step, 0, 3)].bytes, 6000);
+    expect_recipe(step, 1, 4, 4, 1, 1);
+    EXPECT_EQ(block_of(step, 1, 0), block_of(step, 0, 3));
+    EXPECT_EQ(step->trace.blocks[block_of(step, 1, 1)].bytes, 8000);
+    /* The times of one that has been measured since. */
+    tp_record_sample(&s->steps.record, step->class_idx[1], 70000);
+    (void)step_of(s, nested);
+    expect_recipe(tp_steps_last(&s->steps), 0, 0, 2, 2, 2);
+    EXPECT(tp_steps_last(&s->steps)->trace.recipes[0].device_ns > 70000);
+    scene_free(s);
+}
+
+static void without_recipe(scene *s) {
+    tp_identity *input = &s->weights[1], *result = &s->activations[0];
+    /* One that changes its operand, though somebody says that it could be run again. */
+    end_maker(s, begin_maker(s, 1, &input, 1, true), NULL, 0);
+    maker it = begin_maker(s, 2, &input, 1, true);
+    tp_steps_born(&s->steps, result, 5000);
+    end_maker(s, it, &result, 1);
+    /* One that calls such a one. */
+    it = begin_maker(s, 3, &input, 1, false);
+    tp_steps_born(&s->steps, &s->activations[1], 5000);
+    end_maker(s, begin_maker(s, 4, &result, 1, true), NULL, 0);
+    result = &s->activations[1];
+    end_maker(s, it, &result, 1);
+    /* One that makes nothing, and one whose result dies inside. */
+    end_maker(s, begin_maker(s, 5, &input, 1, false), NULL, 0);
+    it = begin_maker(s, 6, &input, 1, false);
+    tp_steps_born(&s->steps, &s->activations[5], 5000);
+    tp_steps_freed(&s->steps, &s->activations[5]);
+    end_maker(s, it, NULL, 0);
+}
+
+TEST(operator_that_changes_something_or_makes_nothing_has_no_recipe) {
+    scene *s = scene_new(&wide);
+    EXPECT_EQ(step_of(s, without_recipe)->trace.recipe_count, 0);
+    scene_free(s);
+}
+
+/* What it makes lives until the next step makes it anew. */
+static void makes_what_lasts(scene *s) {
+    tp_identity *input = &s->weights[1];
+    read(s, input);
+    static uint32_t turn;
+    tp_identity *old = &s->activations[10 + turn % 2], *made = &s->activations[10 + ++turn % 2];
+    if (old->serial != 0) tp_steps_freed(&s->steps, old);
+    read(s, input);
+    const maker it = begin_maker(s, 1, &input, 1, false);
+    tp_steps_born(&s->steps, made, 5000);
+    end_maker(s, it, &made, 1);
+}
+
+TEST(result_that_outlives_the_step_has_no_recipe) {
+    scene *s = scene_new(&wide);
+    const tp_step *step = step_of(s, makes_what_lasts);
+    EXPECT_EQ(step->trace.blocks[WEIGHTS].dead_op, 0);
+    EXPECT_EQ(step->trace.recipe_count, 0);
+    scene_free(s);
+}
+
+static void *bear(void *arg) {
+    scene *s = arg;
+    tp_steps_born(&s->steps, &s->activations[1], 5000);
+    return NULL;
+}
+
+static void *read_weight(void *arg) {
+    scene *s = arg;
+    read(s, &s->weights[3]);
+    return NULL;
+}
+
+static void elsewhere(scene *s, void *(*what)(void *)) {
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, what, s) == 0);
+    MUST(pthread_join(thread, NULL) == 0);
+}
+
+static void with_threads(scene *s) {
+    tp_identity *input = &s->weights[1], *results[3];
+    for (uint32_t i = 0; i < 3; i++) results[i] = &s->activations[2 * i];
+    maker it = begin_maker(s, 1, &input, 1, false);
+    tp_steps_born(&s->steps, results[0], 5000);
+    elsewhere(s, bear); /* whose is it? */
+    end_maker(s, it, &results[0], 1);
+    it = begin_maker(s, 2, &input, 1, false);
+    tp_steps_born(&s->steps, results[1], 5000);
+    elsewhere(s, read_weight);
+    end_maker(s, it, &results[1], 1);
+    elsewhere(s, read_weight);
+    it = begin_maker(s, 3, &input, 1, false);
+    tp_steps_born(&s->steps, results[2], 5000);
+    end_maker(s, it, &results[2], 1);
+    tp_steps_freed(&s->steps, results[2]);
+}
+
+TEST(operator_beside_another_thread_has_no_recipe) {
+    scene *s = scene_new(&wide);
+    const tp_step *step = step_of(s, with_threads);
+    EXPECT_EQ(step->trace.recipe_count, 1);
+    expect_recipe(step, 0, 4, 4, 1, 1);
+    scene_free(s);
+}
+
+static uint32_t makers; /* how many of four say that they could be run again */
+
+static void some_makers(scene *s) {
+    tp_identity *input = &s->weights[1];
+    for (uint32_t i = 0; i < 4; i++) {
+        tp_identity *result = &s->activations[i];
+        if (i < makers) {
+            const maker it = begin_maker(s, 1, &input, 1, false);
+            tp_steps_born(&s->steps, result, 5000);
+            end_maker(s, it, &result, 1);
+        } else {
+            (void)run(s, 1, false, &input, 1, result, 5000);
+        }
+    }
+}
+
+TEST(recipes_that_stay_others_are_taken_over) {
+    scene *s = scene_new(&wide);
+    makers = 0;
+    EXPECT_EQ(step_of(s, some_makers)->trace.recipe_count, 0);
+    tp_step *step = tp_steps_take_new(&s->steps);
+    const uint64_t built = step->built, number = step->number;
+    const uint64_t runs = step->completed_count;
+    tp_steps_give(step);
+    for (makers = 4; makers > 0; makers--) { /* never the same twice */
+        some_makers(s);
+        for (uint32_t k = 0; k < 4; k++) tp_steps_freed(&s->steps, &s->activations[k]);
+        read(s, &s->weights[9]);
+        tp_steps_mark(&s->steps, TP_STEP_ASKED);
+        EXPECT_EQ(tp_steps_last(&s->steps)->trace.recipe_count, 0);
+    }
+    makers = 3;
+    step = tp_steps_last(&s->steps);
+    tp_steps_hold(step);
+    EXPECT_EQ(step_of(s, some_makers)->trace.recipe_count, 0); /* somebody reads it */
+    tp_steps_give(step);
+    EXPECT_EQ(step_of(s, some_makers)->trace.recipe_count, 3);
+    step = tp_steps_take_new(&s->steps);
+    MUST(step != NULL); /* to be planned again; the plan that there is fits it */
+    EXPECT_EQ(step->built, built);
+    EXPECT(step->number != number);
+    EXPECT_EQ(step->completed_count, runs + 4 + 4);
+    EXPECT_EQ(s->steps.count, 1);
+    EXPECT(tp_steps_expected(&s->steps, step) == step);
+    EXPECT(tp_steps_block(step, &s->weights[1]) == 1);
+    const tp_record before = s->steps.record;
+    tp_steps_give(step);
+    for (int i = 0; i < 10; i++) (void)step_of(s, some_makers);
+    EXPECT(tp_steps_last(&s->steps) == step); /* nothing more happens */
+    EXPECT(s->steps.record.recipes == before.recipes);
+    scene_free(s);
+}
+
 /* There is room for so many classes; who comes later is not measured, but takes time all the same. */
 TEST(operators_without_a_class_take_as_long_as_their_operands) {
     scene *s = scene_new(&wide);

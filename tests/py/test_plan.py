@@ -156,8 +156,11 @@ def random_network(source: random.Random) -> Step:
     return Step(tuple(operators), (*blocks, *weights))
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_plan_with_reruns_finds_every_operand_inside_the_budget(seed):
+@pytest.mark.parametrize(
+    ("seed", "keep"),
+    [*((seed, True) for seed in range(300)), *((seed, False) for seed in range(150))],
+)
+def test_plan_with_reruns_finds_every_operand_inside_the_budget(seed, keep):
     source = random.Random(seed)
     step = random_network(source) if seed % 3 else random_step(source)
     its = random_recipes(source, step)
@@ -166,9 +169,10 @@ def test_plan_with_reruns_finds_every_operand_inside_the_budget(seed):
         page = make_plan(step, budget)
     except _core.CoreError:
         return
-    plan = make_plan(step, budget, recipes=its)
+    plan = make_plan(step, budget, recipes=its, keep=keep)
     assert plan.step_ms <= page.step_ms
-    assert plan.acts == make_plan(step, budget, recipes=its).acts
+    assert plan.acts == make_plan(step, budget, recipes=its, keep=keep).acts
+    assert keep or not any(act.kind is ActKind.KEEP for act in plan.acts)
     new_step, moves = unrolling.unroll(step, plan, its)
     assert sum(each.phase == "rerun" for each in new_step.operators) == plan.reruns
     assert new_step.device_ns - step.device_ns == round(plan.rerun_ms * MS)
@@ -180,7 +184,7 @@ def test_plan_with_reruns_finds_every_operand_inside_the_budget(seed):
 
 
 def test_random_plans_with_reruns_use_every_kind_of_act():
-    kinds = set()
+    kinds, without_keeping = set(), set()
     for seed in range(300):
         source = random.Random(seed)
         step = random_network(source) if seed % 3 else random_step(source)
@@ -190,7 +194,10 @@ def test_random_plans_with_reruns_use_every_kind_of_act():
             kinds |= {act.kind for act in make_plan(step, budget, recipes=its).acts}
         except _core.CoreError:
             continue
+        plan = make_plan(step, budget, recipes=its, keep=False)
+        without_keeping |= {act.kind for act in plan.acts}
     assert kinds >= set(ActKind) - {ActKind.LEAVE}
+    assert without_keeping >= set(ActKind) - {ActKind.LEAVE, ActKind.KEEP}
 
 
 def test_plan_that_breaks_a_rule_of_reruns_is_refused():
@@ -383,6 +390,7 @@ def columns(**changes):
         "budget_bytes": 8 * MIB,
         "link_bytes_per_s": 55 * 10**9,
         "link_both_bytes_per_s": 101 * 10**9,
+        "no_keep": False,
     }
     return whole | changes
 

@@ -1,0 +1,1178 @@
+#include "bind/torch_recompute.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/equal.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "bind/cores.h"
+#include "bind/torch_hook.h"
+#include "bind/torch_numerics.h"
+
+namespace torchpager {
+
+std::atomic<uint32_t> recompute_tracked{0};
+
+namespace {
+
+/* ---- which operators may run again --------------------------------------------------------- */
+
+/* Functional, and not the same bits each time: PyTorch says so of them on CUDA
+ * (torch.use_deterministic_algorithms). */
+const char *const kNotTheSame[] = {"aten::bincount",
+                                   "aten::cumsum",
+                                   "aten::ctc_loss",
+                                   "aten::_ctc_loss",
+                                   "aten::histc",
+                                   "aten::histogram",
+                                   "aten::index_add",
+                                   "aten::index_copy",
+                                   "aten::index_put",
+                                   "aten::index_reduce",
+                                   "aten::kthvalue",
+                                   "aten::masked_scatter",
+                                   "aten::median",
+                                   "aten::nanmedian",
+                                   "aten::nll_loss2d_forward",
+                                   "aten::put",
+                                   "aten::scatter",
+                                   "aten::scatter_add",
+                                   "aten::scatter_reduce",
+                                   "aten::sparse_sampled_addmm",
+                                   "aten::_embedding_bag",
+                                   "aten::_embedding_bag_forward_only",
+                                   "aten::_sparse_mm_reduce_impl",
+                                   "aten::segment_reduce",
+                                   "aten::_segment_reduce"};
+
+/* They keep statistics, or write what their schema does not say. */
+const char *const kHasMemory[] = {"aten::native_batch_norm",
+                                  "aten::cudnn_batch_norm",
+                                  "aten::miopen_batch_norm",
+                                  "aten::batch_norm_update_stats",
+                                  "aten::batch_norm_gather_stats",
+                                  "aten::batch_norm_gather_stats_with_counts",
+                                  "aten::batch_norm",
+                                  "aten::instance_norm",
+                                  "aten::_batch_norm_impl_index",
+                                  "aten::_batch_norm_with_update",
+                                  "aten::_cudnn_rnn",
+                                  "aten::_cudnn_rnn_flatten_weight",
+                                  "aten::miopen_rnn",
+                                  "aten::lstm_mps",
+                                  "aten::_lstm_mps",
+                                  "aten::_fused_moving_avg_obs_fq_helper",
+                                  "aten::fused_moving_avg_obs_fake_quant",
+                                  "aten::rrelu_with_noise",
+                                  "aten::_saturate_weight_to_fp16"};
+
+/* What they hold is not made by them, or nothing at all. */
+const char *const kMakesNothing[] = {
+    "aten::empty",          "aten::empty_like", "aten::empty_strided",
+    "aten::empty_permuted", "aten::new_empty",  "aten::new_empty_strided",
+    "aten::resize",         "aten::_copy_from", "aten::_copy_from_and_resize",
+    "aten::lift",           "aten::lift_fresh"};
+
+/* Random only with dropout. */
+const char *const kAttention[] = {"aten::_scaled_dot_product_flash_attention",
+                                  "aten::_scaled_dot_product_efficient_attention",
+                                  "aten::_scaled_dot_product_cudnn_attention",
+                                  "aten::_scaled_dot_product_flash_attention_for_cpu",
+                                  "aten::_flash_attention_forward",
+                                  "aten::_efficient_attention_forward",
+                                  "aten::_cudnn_attention_forward"};
+
+template <size_t N> bool listed(const char *const (&list)[N], const char *name) {
+    return std::any_of(list, list + N,
+                       [name](const char *each) { return std::strcmp(each, name) == 0; });
+}
+
+bool is_functional(const c10::FunctionSchema &schema) {
+    for (const auto &argument : schema.arguments()) {
+        if (argument.alias_info() != nullptr) return false;
+    }
+    for (const auto &result : schema.returns()) {
+        if (result.alias_info() != nullptr) return false;
+    }
+    return !schema.returns().empty();
+}
+
+} // namespace
+
+Rerunnable rerunnable(const c10::OperatorHandle &op) {
+    const c10::FunctionSchema &schema = op.schema();
+    const char *name = schema.name().c_str();
+    Rerunnable use;
+    if (std::strncmp(name, "aten::", 6) != 0 || !is_functional(schema)) return use;
+    if (listed(kNotTheSame, name) || listed(kHasMemory, name) || listed(kMakesNothing, name)) {
+        return use;
+    }
+    if (op.hasTag(at::Tag::data_dependent_output)) return use;
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+        if (!listed(kAttention, name)) return use;
+        const auto dropout = schema.argumentIndexWithName("dropout_p");
+        if (!dropout.has_value()) return use;
+        use.dropout = *dropout;
+    }
+    use.possible = true;
+    use.arguments = schema.arguments().size();
+    use.autocast_cuda = op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA);
+    use.autocast_cpu = op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU);
+    use.convolution = std::strstr(name, "conv") != nullptr;
+    return use;
+}
+
+namespace {
+
+/* ---- the records ---------------------------------------------------------------------------- */
+
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+struct Dropped;
+
+/* A storage that a recipe has made. */
+struct Made {
+    explicit Made(WeakStorage its) : storage(std::move(its)) {}
+    WeakStorage storage;
+    std::shared_ptr<Recipe> recipe;
+    uint32_t output = 0; /* among the tensors that the recipe returns */
+    tp_core *core = nullptr;
+    tp_addr addr = 0; /* 0: it is dropped, or gone */
+    size_t bytes = 0;
+    size_t own = 0;  /* references to the storage that the operator itself left behind:
+                        what autograd keeps of results */
+    size_t held = 0; /* ours: it is needed by what is dropped */
+    std::vector<WeakTensor> tensors; /* the result, and the views of it that operators made */
+    bool refused = false;            /* code that we cannot see has used it */
+    Dropped *dropped = nullptr;
+};
+
+struct Geometry {
+    c10::SmallVector<int64_t, 5> sizes, strides;
+    int64_t offset = 0;
+    caffe2::TypeMeta dtype;
+    c10::DispatchKeySet keys;
+    bool wrapped_number = false;
+};
+
+struct Input {
+    explicit Input(WeakStorage its) : storage(std::move(its)) {}
+    uint32_t argument = 0;
+    int32_t item = -1; /* of a list; -1: the argument itself */
+    Geometry geometry;
+    WeakStorage storage;
+    c10::Storage kept; /* small ones are kept */
+    tp_addr addr = 0;
+    size_t bytes = 0;
+    std::shared_ptr<Made> made; /* null: there is no recipe for it */
+};
+
+constexpr size_t kKeptBytes = 64 << 10;
+/* Dead inputs in a row that a rerun may have to make again; and how many recipes in a row keep
+ * one another, so that a network over time does not keep them all. */
+constexpr uint32_t kChainMax = 3;
+constexpr uint32_t kDepthMax = 16;
+
+} // namespace
+
+class Recipe {
+  public:
+    Recipe(const c10::OperatorHandle &op, const Numerics &settings, c10::Stream on)
+        : handle(op), numerics(settings), stream(on) {}
+
+    c10::OperatorHandle handle;
+    Numerics numerics;
+    c10::Stream stream;
+    std::vector<c10::IValue> stack; /* None where a tensor goes */
+    std::vector<Input> inputs;
+    std::vector<std::weak_ptr<Made>> outputs;
+    uint64_t kind = 0;
+    uint32_t depth = 0; /* recipes in a row that it keeps */
+    bool valid = true;  /* no input has been written */
+};
+
+namespace {
+
+/* What stands in a storage's place of memory while it has none. */
+struct Dropped {
+    std::shared_ptr<Made> made;
+    tp_dropped *token = nullptr;
+    std::vector<c10::Storage> leaves; /* what its rerun reads */
+};
+
+struct Pending {
+    std::weak_ptr<Made> made;
+    int tries;
+};
+
+/* How many operators a drop is tried at. */
+constexpr int kTries = 64;
+
+/* Everything below, but for what runs an operator. Never held while one runs, nor while a
+ * storage or a tensor is let go of. */
+struct Registry {
+    std::recursive_mutex mutex;
+    std::unordered_map<tp_addr, std::shared_ptr<Made>> live;
+    std::unordered_map<const c10::StorageImpl *, std::vector<std::weak_ptr<Recipe>>> readers;
+    std::unordered_map<const c10::StorageImpl *, std::vector<Made *>> dependents;
+    std::unordered_set<Dropped *> dropped;
+    std::vector<Pending> pending;
+    std::atomic<bool> has_pending{false};
+    std::unordered_map<uint64_t, bool> kinds; /* true: tried, and the same bits */
+    RecomputeCounts counts{};
+};
+
+Registry &registry() {
+    static auto *instance = new Registry; /* storages refer to it until the process ends */
+    return *instance;
+}
+
+/* Takes a mutex as whoever holds the GIL must: never waiting for it with the GIL. So one may wait for
+ * the GIL with the mutex, which reading a tensor's references can mean. */
+class Guard {
+  public:
+    explicit Guard(std::recursive_mutex &mutex) : mutex_(mutex) {
+        if (mutex_.try_lock()) return;
+        void *token = tp_bind_release_gil();
+        mutex_.lock();
+        tp_bind_take_gil(token);
+    }
+    ~Guard() { mutex_.unlock(); }
+    Guard(const Guard &) = delete;
+    Guard &operator=(const Guard &) = delete;
+
+  private:
+    std::recursive_mutex &mutex_;
+};
+
+std::atomic<int> mode{kRecomputeOff};
+std::atomic<bool> disabled{false}; /* after a fork */
+std::atomic<int> holds{0};         /* threads between finding addresses and pinning them */
+std::atomic<bool> dropping{false};
+thread_local bool rerunning = false;
+
+/* One rerun at a time: what they do is short, and they bring back for each other. */
+std::recursive_mutex &rerun_mutex() {
+    static auto *instance = new std::recursive_mutex;
+    return *instance;
+}
+
+void count_tracked(Registry &r) {
+    recompute_tracked.store(static_cast<uint32_t>(r.live.size() + r.dropped.size()),
+                            std::memory_order_relaxed);
+}
+
+/* What the calling thread launches on. */
+tp_stream stream_for(const c10::StorageImpl *storage) {
+    const c10::Device device = storage->device();
+    return tp_bind_current_stream(device.is_cuda() ? device.index()
+                                                   : static_cast<int>(TP_SLOT_SIM));
+}
+
+/* ---- a storage without bytes --------------------------------------------------------------- */
+
+void forget_dependents(Registry &r, const Dropped *dropped) {
+    for (const c10::Storage &leaf : dropped->leaves) {
+        const auto found = r.dependents.find(leaf.unsafeGetStorageImpl());
+        if (found == r.dependents.end()) continue;
+        auto &list = found->second;
+        list.erase(std::remove(list.begin(), list.end(), dropped->made.get()), list.end());
+        if (list.empty()) r.dependents.erase(found);
+    }
+}
+
+const std::shared_ptr<Made> *live_at(Registry &r, const c10::StorageImpl *storage);
+
+void hold_leaves(Registry &r, const Dropped *dropped, int by) {
+    for (const c10::Storage &leaf : dropped->leaves) {
+        const auto *made = live_at(r, leaf.unsafeGetStorageImpl());
+        if (made != nullptr) (*made)->held += static_cast<size_t>(by);
+    }
+}
+
+/* Its storage has ended. */
+void dropped_ended(void *ctx) {
+    auto *dropped = static_cast<Dropped *>(ctx);
+    Registry &r = registry();
+    {
+        const Guard guard(r.mutex);
+        forget_dependents(r, dropped);
+        hold_leaves(r, dropped, -1);
+        r.dropped.erase(dropped);
+        count_tracked(r);
+        dropped->made->dropped = nullptr;
+        if (!disabled.load()) tp_drop_end(dropped->made->core, dropped->token);
+    }
+    delete dropped;
+}
+
+Dropped *dropped_of(c10::StorageImpl *storage) {
+    const c10::DataPtr &data = storage->_mutable_data_ptr_no_checks();
+    if (C10_LIKELY(data.get() != nullptr) || data.get_deleter() != &dropped_ended) {
+        return nullptr;
+    }
+    return static_cast<Dropped *>(data.get_context());
+}
+
+tp_addr addr_of_storage(c10::StorageImpl *storage) {
+    return reinterpret_cast<tp_addr>(storage->_mutable_data_ptr_no_checks().get());
+}
+
+const std::shared_ptr<Made> *live_at(Registry &r, const c10::StorageImpl *storage) {
+    const tp_addr addr = addr_of_storage(const_cast<c10::StorageImpl *>(storage));
+    const auto found = addr != 0 ? r.live.find(addr) : r.live.end();
+    if (found != r.live.end()) return &found->second;
+    Dropped *dropped = dropped_of(const_cast<c10::StorageImpl *>(storage));
+    return dropped != nullptr ? &dropped->made : nullptr;
+}
+
+/* Not every torch has a way back for a storage that refuses its pointer. An explicit instantiation
+ * may name a private member. */
+template <class Tag, typename Tag::type Member> struct Reach {
+    friend typename Tag::type member_of(Tag) { return Member; }
+};
+struct RefusesTag {
+    using type = bool c10::StorageImpl::*;
+    friend type member_of(RefusesTag);
+};
+template struct Reach<RefusesTag, &c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+void refuse_pointer(c10::StorageImpl *storage, std::string why) {
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(why));
+}
+
+/* The storage hands its pointer out again: `data`, in place of what stood there for want of bytes,
+ * whose deleter is not called. */
+void give_pointer(c10::StorageImpl *storage, c10::DataPtr &&data) {
+    storage->*member_of(RefusesTag{}) = false;
+    (void)storage->_mutable_data_ptr_no_checks().release_context();
+    storage->set_data_ptr_noswap(std::move(data)); /* which looks at the member, too */
+}
+
+/* ---- capturing ------------------------------------------------------------------------------ */
+
+bool plain_keys(c10::DispatchKeySet keys, c10::DispatchKeySet *out) {
+    const c10::DispatchKeySet marks = c10::DispatchKeySet(c10::DispatchKey::Conjugate) |
+                                      c10::DispatchKeySet(c10::DispatchKey::Negative);
+    *out = keys - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+           c10::autocast_dispatch_keyset;
+    const c10::DispatchKeySet rest = *out - marks;
+    return rest == c10::DispatchKeySet(c10::DispatchKey::CPU) ||
+           rest == c10::DispatchKeySet(c10::DispatchKey::CUDA);
+}
+
+uint64_t mixed(uint64_t hash, uint64_t value) {
+    hash ^= value + 0x9E3779B97F4A7C15u + (hash << 12) + (hash >> 4);
+    return hash * 0xBF58476D1CE4E5B9u;
+}
+
+/* What the operator is given, except tensors. False: it cannot be kept. */
+bool plain_value(const c10::IValue &value, uint64_t *hash) {
+    *hash = mixed(*hash, static_cast<uint64_t>(value.isNone()));
+    if (value.isNone()) return true;
+    if (value.isInt()) return *hash = mixed(*hash, static_cast<uint64_t>(value.toInt())), true;
+    if (value.isBool()) return *hash = mixed(*hash, value.toBool() ? 3u : 5u), true;
+    if (value.isDouble()) {
+        const double number = value.toDouble();
+        uint64_t bits = 0;
+        std::memcpy(&bits, &number, sizeof bits);
+        return *hash = mixed(*hash, bits), true;
+    }
+    if (value.isString()) {
+        return *hash = mixed(*hash, std::hash<std::string>{}(value.toStringRef())), true;
+    }
+    if (value.isComplexDouble()) {
+        const auto number = value.toComplexDouble();
+        *hash = mixed(*hash, std::hash<double>{}(number.real()));
+        return *hash = mixed(*hash, std::hash<double>{}(number.imag())), true;
+    }
+    if (value.isDevice()) {
+        const c10::Device device = value.toDevice();
+        return *hash = mixed(*hash, static_cast<uint64_t>(device.type()) << 8 |
+                                        static_cast<uint8_t>(device.index())),
+               true;
+    }
+    if (value.isList()) {
+        for (const auto &item : value.toListRef()) {
+            if (!plain_value(item, hash)) return false;
+        }
+        return true;
+    }
+    return false; /* generators, streams, symbols, objects */
+}
+
+void hash_geometry(const Geometry &geometry, uint64_t *hash) {
+    for (const int64_t size : geometry.sizes) *hash = mixed(*hash, static_cast<uint64_t>(size));
+    for (const int64_t stride : geometry.strides) {
+        *hash = mixed(*hash, static_cast<uint64_t>(stride));
+    }
+    *hash = mixed(*hash, static_cast<uint64_t>(geometry.offset));
+    *hash = mixed(*hash, static_cast<uint64_t>(c10::typeMetaToScalarType(geometry.dtype)));
+    *hash = mixed(*hash, geometry.keys.raw_repr());
+    *hash = mixed(*hash, geometry.wrapped_number ? 7u : 11u);
+}
+
+/* An argument that is a tensor, or an item of a list. False: the operator has no recipe. */
+bool capture_tensor(Recipe &recipe, const at::Tensor &tensor, uint32_t argument, int32_t item) {
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    const c10::Storage &storage = impl->unsafe_storage();
+    Geometry geometry;
+    if (!storage || !plain_keys(impl->key_set(), &geometry.keys)) return false;
+    if (impl->has_symbolic_sizes_strides()) return false;
+    const auto sizes = impl->sizes();
+    const auto strides = impl->strides();
+    geometry.sizes.assign(sizes.begin(), sizes.end());
+    geometry.strides.assign(strides.begin(), strides.end());
+    geometry.offset = impl->storage_offset();
+    geometry.dtype = impl->dtype();
+    geometry.wrapped_number = impl->is_wrapped_number();
+    hash_geometry(geometry, &recipe.kind);
+    c10::StorageImpl *its = storage.unsafeGetStorageImpl();
+    Input input(storage.getWeakStorageImpl());
+    input.argument = argument;
+    input.item = item;
+    input.geometry = std::move(geometry);
+    input.addr = addr_of_storage(its);
+    input.bytes = its->nbytes();
+    recipe.kind = mixed(recipe.kind, input.addr % 512);
+    if (tp_core_owning(input.addr) == nullptr && input.bytes <= kKeptBytes) {
+        input.kept = storage;
+    }
+    Registry &r = registry();
+    const Guard guard(r.mutex);
+    const auto *made = live_at(r, its);
+    if (made != nullptr && (*made)->recipe->depth < kDepthMax) {
+        input.made = *made;
+        recipe.depth = std::max(recipe.depth, (*made)->recipe->depth + 1);
+    }
+    recipe.inputs.push_back(std::move(input));
+    return true;
+}
+
+bool capture_argument(Recipe &recipe, const c10::IValue &value, uint32_t argument) {
+    if (value.isTensor()) {
+        recipe.stack.emplace_back();
+        if (!value.toTensor().defined()) {
+            recipe.stack.back() = at::Tensor();
+            return true;
+        }
+        return capture_tensor(recipe, value.toTensor(), argument, -1);
+    }
+    if (!value.isList()) {
+        recipe.stack.push_back(value);
+        return plain_value(value, &recipe.kind);
+    }
+    const c10::List<c10::IValue> list = value.toList();
+    c10::impl::GenericList copy(list.elementType());
+    for (size_t i = 0; i < list.size(); i++) {
+        const c10::IValue item = list.get(i);
+        if (item.isTensor() && item.toTensor().defined()) {
+            if (!capture_tensor(recipe, item.toTensor(), argument, static_cast<int32_t>(i))) {
+                return false;
+            }
+            copy.push_back(list.elementType()->kind() == c10::TypeKind::TensorType
+                               ? c10::IValue(at::Tensor())
+                               : c10::IValue());
+        } else if (item.isTensor() || plain_value(item, &recipe.kind)) {
+            copy.push_back(item);
+        } else {
+            return false;
+        }
+    }
+    recipe.stack.emplace_back(std::move(copy));
+    return true;
+}
+
+/* Whether the operator is the one below autocast that does the work. */
+bool is_below_autocast(const Rerunnable &use) {
+    return !(use.autocast_cuda && at::autocast::is_autocast_enabled(at::kCUDA)) &&
+           !(use.autocast_cpu && at::autocast::is_autocast_enabled(at::kCPU));
+}
+
+bool is_plain_thread() {
+    const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+    const c10::DispatchKeySet others =
+        c10::python_ks | c10::functorch_transforms_ks |
+        c10::DispatchKeySet(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) |
+        c10::DispatchKeySet(c10::DispatchKey::FuncTorchDynamicLayerBackMode) |
+        c10::DispatchKeySet(c10::DispatchKey::Functionalize);
+    return !keys.included_.has_any(others) &&
+           torch::autograd::get_current_graph_task_id() < 0 &&
+           at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+}
+
+c10::Stream current_stream(c10::Device device) {
+    return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+/* The device of the first tensor that is not a number on the CPU. */
+c10::Device device_of(c10::ArrayRef<const c10::IValue> inputs, size_t start) {
+    c10::Device found(c10::kCPU);
+    const auto look = [&found](const c10::IValue &value) {
+        if (!value.isTensor() || !value.toTensor().defined()) return;
+        const c10::Device device = value.toTensor().device();
+        if (device.is_cuda()) found = device;
+    };
+    for (size_t i = start; i < inputs.size(); i++) {
+        look(inputs[i]);
+        if (!inputs[i].isTensorList() && !inputs[i].isList()) continue;
+        for (const auto &item : inputs[i].toListRef()) look(item);
+    }
+    return found;
+}
+
+} // namespace
+
+bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs) {
+    if (rerunning || disabled.load(std::memory_order_relaxed) ||
+        inputs.size() < use.arguments || !is_below_autocast(use) || !is_plain_thread()) {
+        return false;
+    }
+    /* The plans of convolutions that are measured are a thread's own. */
+    if (use.convolution && at::globalContext().benchmarkCuDNN()) return false;
+    if (use.dropout < 0) return true;
+    const size_t start = inputs.size() - use.arguments;
+    const c10::IValue &dropout = inputs[start + static_cast<size_t>(use.dropout)];
+    return dropout.isDouble() && dropout.toDouble() == 0.0;
+}
+
+std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op,
+                                          c10::ArrayRef<const c10::IValue> inputs) {
+    const size_t count = op.schema().arguments().size();
+    const size_t start = inputs.size() - count;
+    const Numerics numerics = Numerics::now();
+    const c10::Device device = device_of(inputs, start);
+    auto recipe = std::make_shared<Recipe>(op, numerics, current_stream(device));
+    recipe->kind = mixed(reinterpret_cast<uintptr_t>(op.schema().name().c_str()),
+                         reinterpret_cast<uintptr_t>(op.schema().overload_name().c_str()));
+    recipe->stack.reserve(count);
+    for (size_t i = 0; i < count; i++) {
+        if (!capture_argument(*recipe, inputs[start + i], static_cast<uint32_t>(i))) {
+            return nullptr;
+        }
+    }
+    return recipe->inputs.empty() ? nullptr : recipe;
+}
+
+namespace {
+
+template <class Visit> void each_tensor(const c10::IValue &value, Visit visit) {
+    if (value.isTensor()) {
+        visit(value.toTensor());
+    } else if (value.isList()) {
+        for (const auto &item : value.toListRef()) each_tensor(item, visit);
+    } else if (value.isTuple()) {
+        for (const auto &item : value.toTupleRef().elements()) each_tensor(item, visit);
+    }
+}
+
+const c10::Storage *storage_of_tensor(const at::Tensor &tensor) {
+    if (!tensor.defined()) return nullptr;
+    const c10::Storage &storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+    return storage ? &storage : nullptr;
+}
+
+void add_tensor(Made &made, const at::Tensor &tensor) {
+    for (const WeakTensor &known : made.tensors) {
+        if (known._unsafe_get_target() == tensor.unsafeGetTensorImpl()) return;
+    }
+    made.tensors.emplace_back(tensor.getIntrusivePtr());
+}
+
+void read_by(Registry &r, const std::shared_ptr<Recipe> &recipe) {
+    for (const Input &input : recipe->inputs) {
+        const auto storage = input.storage.lock();
+        if (storage == nullptr) continue;
+        auto &list = r.readers[storage.get()];
+        /* Lists of parameters grow with every step: what is gone goes when they double. */
+        if (list.size() >= 64 && (list.size() & (list.size() - 1)) == 0) {
+            list.erase(std::remove_if(list.begin(), list.end(),
+                                      [](const auto &each) { return each.expired(); }),
+                       list.end());
+        }
+        list.push_back(recipe);
+    }
+}
+
+} // namespace
+
+void recompute_captured(const std::shared_ptr<Recipe> &recipe,
+                        c10::ArrayRef<c10::IValue> outputs, const std::vector<tp_addr> &born) {
+    Registry &r = registry();
+    const Guard guard(r.mutex);
+    uint32_t ordinal = 0;
+    std::vector<std::shared_ptr<Made>> made;
+    const auto note = [&](const at::Tensor &tensor) {
+        const uint32_t number = ordinal++;
+        recipe->outputs.emplace_back();
+        const c10::Storage *storage = storage_of_tensor(tensor);
+        if (storage == nullptr) return;
+        c10::DispatchKeySet keys;
+        const tp_addr addr = addr_of_storage(storage->unsafeGetStorageImpl());
+        if (std::find(born.begin(), born.end(), addr) == born.end()) return;
+        if (!plain_keys(tensor.unsafeGetTensorImpl()->key_set(), &keys)) return;
+        if (r.live.count(addr) != 0) { /* two results in one storage */
+            r.live[addr]->refused = true;
+            return;
+        }
+        auto one = std::make_shared<Made>(storage->getWeakStorageImpl());
+        one->recipe = recipe;
+        one->output = number;
+        one->core = tp_core_owning(addr);
+        one->addr = addr;
+        one->bytes = storage->unsafeGetStorageImpl()->nbytes();
+        one->own = storage->use_count() - 1;
+        add_tensor(*one, tensor);
+        recipe->outputs.back() = one;
+        r.live.emplace(addr, one);
+        made.push_back(std::move(one));
+    };
+    for (const c10::IValue &output : outputs) each_tensor(output, note);
+    if (!made.empty()) read_by(r, recipe);
+    count_tracked(r);
+}
+
+bool recompute_knows(c10::ArrayRef<const c10::IValue> inputs) {
+    Registry &r = registry();
+    const Guard guard(r.mutex);
+    bool known = false;
+    for (const c10::IValue &input : inputs) {
+        each_tensor(input, [&](const at::Tensor &tensor) {
+            const c10::Storage *storage = storage_of_tensor(tensor);
+            known = known || (storage != nullptr &&
+                              live_at(r, storage->unsafeGetStorageImpl()) != nullptr);
+        });
+        if (known) return true;
+    }
+    return false;
+}
+
+void recompute_note_views(c10::ArrayRef<c10::IValue> outputs) {
+    Registry &r = registry();
+    const Guard guard(r.mutex);
+    for (const c10::IValue &output : outputs) {
+        each_tensor(output, [&](const at::Tensor &tensor) {
+            const c10::Storage *storage = storage_of_tensor(tensor);
+            if (storage == nullptr) return;
+            const auto *made = live_at(r, storage->unsafeGetStorageImpl());
+            if (made != nullptr) add_tensor(**made, tensor);
+        });
+    }
+}
+
+namespace {
+
+/* ---- running again -------------------------------------------------------------------------- */
+
+/* A dead input that was made again for others, while one bring_back runs. */
+using Again = std::unordered_map<const Made *, at::Tensor>;
+
+at::Tensor tensor_of(const c10::Storage &storage, const Geometry &geometry) {
+    auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), geometry.keys,
+                                                           geometry.dtype);
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    impl->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
+    if (geometry.wrapped_number) impl->set_wrapped_number(true);
+    return tensor;
+}
+
+/* No hooks, no autograd, no autocast, no modes; the settings and the stream of the first time. */
+class Quiet {
+  public:
+    explicit Quiet(const Recipe &recipe)
+        : keys_(c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
+                c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                    c10::autocast_dispatch_keyset | c10::python_ks),
+          device_(recipe.stream.device()), numerics_(recipe.numerics) {
+        rerunning = true;
+        tp_bind_keep_python_out(true);
+        const c10::Stream now = current_stream(recipe.stream.device());
+        if (now != recipe.stream) {
+            /* Whoever reads the leaves here has not waited for who wrote them there. */
+            c10::Event written(recipe.stream.device_type());
+            written.record(recipe.stream);
+            written.block(now);
+        }
+    }
+    ~Quiet() {
+        rerunning = before_;
+        tp_bind_keep_python_out(before_);
+    }
+    Quiet(const Quiet &) = delete;
+    Quiet &operator=(const Quiet &) = delete;
+
+  private:
+    const bool before_ = rerunning;
+    const at::DisableRecordFunctionGuard no_hooks_;
+    const c10::impl::ForceDispatchKeyGuard keys_;
+    const c10::OptionalDeviceGuard device_;
+    const NumericsGuard numerics_;
+};
+
+bool bring_back(const std::shared_ptr<Made> &made, Again &again);
+
+std::vector<at::Tensor> execute(const std::shared_ptr<Recipe> &recipe, Again &again);
+
+c10::Storage bytes_of(const Input &input, Again &again) {
+    if (input.kept) return input.kept;
+    auto storage = input.storage.lock();
+    if (storage != nullptr) {
+        Dropped *dropped = dropped_of(storage.get());
+        if (dropped != nullptr && !bring_back(dropped->made, again)) {
+            throw std::runtime_error("an input could not be made again");
+        }
+        return c10::Storage(std::move(storage));
+    }
+    if (input.made == nullptr) {
+        throw std::runtime_error("an input is gone");
+    }
+    const auto found = again.find(input.made.get());
+    if (found != again.end()) return found->second.storage();
+    const auto outputs = execute(input.made->recipe, again);
+    const at::Tensor &tensor = outputs.at(input.made->output);
+    again.emplace(input.made.get(), tensor);
+    return tensor.storage();
+}
+
+/* The tensors that the operator returns, made once more. Throws what it throws. */
+std::vector<at::Tensor> execute(const std::shared_ptr<Recipe> &recipe, Again &again) {
+    torch::jit::Stack stack = recipe->stack;
+    for (size_t i = 0; i < stack.size(); i++) {
+        if (stack[i].isList()) stack[i] = stack[i].toList().copy();
+    }
+    std::vector<CallOperand> operands;
+    for (const Input &input : recipe->inputs) {
+        at::Tensor tensor = tensor_of(bytes_of(input, again), input.geometry);
+        operands.push_back({tensor, false});
+        if (input.item < 0) {
+            stack[input.argument] = std::move(tensor);
+        } else {
+            stack[input.argument].toList().set(static_cast<size_t>(input.item),
+                                               std::move(tensor));
+        }
+    }
+    const Quiet quiet(*recipe);
+    const HookCall call(kCallReruns, operands);
+    operands.clear();
+    recipe->handle.callBoxed(stack);
+    std::vector<at::Tensor> outputs;
+    for (const c10::IValue &value : stack) {
+        each_tensor(value, [&outputs](const at::Tensor &each) { outputs.push_back(each); });
+    }
+    return outputs;
+}
+
+/* The bytes of `tensor` become those of the dropped storage. */
+void take_over(const std::shared_ptr<Made> &made, const at::Tensor &tensor) {
+    Registry &r = registry();
+    std::vector<c10::Storage> leaves; /* let go of with nothing held */
+    const Guard guard(r.mutex);
+    const auto storage = made->storage.lock();
+    Dropped *dropped = made->dropped;
+    if (storage == nullptr || dropped == nullptr) return;
+    c10::StorageImpl *from = tensor.storage().unsafeGetStorageImpl();
+    c10::DataPtr data = from->set_data_ptr(c10::DataPtr(nullptr, from->device()));
+    const auto addr = reinterpret_cast<tp_addr>(data.get());
+    forget_dependents(r, dropped);
+    hold_leaves(r, dropped, -1);
+    leaves.swap(dropped->leaves);
+    r.dropped.erase(dropped);
+    give_pointer(storage.get(), std::move(data));
+    if (tp_core_owning(addr) == made->core) {
+        tp_bring_back(made->core, dropped->token, addr, stream_for(storage.get()));
+    } else {
+        tp_drop_end(made->core, dropped->token); /* somewhere else, with other owners */
+    }
+    made->dropped = nullptr;
+    made->addr = addr;
+    delete dropped;
+    count_tracked(r);
+}
+
+/* Also what else the recipe makes. False: it could not, and the storage says why. */
+bool bring_back(const std::shared_ptr<Made> &made, Again &again) {
+    const Guard lock(rerun_mutex());
+    {
+        const Guard guard(registry().mutex);
+        if (made->dropped == nullptr) return true;
+    }
+    try {
+        const auto recipe = made->recipe;
+        const auto outputs = execute(recipe, again);
+        for (size_t i = 0; i < outputs.size() && i < recipe->outputs.size(); i++) {
+            const auto its = recipe->outputs[i].lock();
+            if (its != nullptr && its->dropped != nullptr) take_over(its, outputs[i]);
+        }
+        return true;
+    } catch (const std::exception &error) {
+        const Guard guard(registry().mutex);
+        registry().counts.failed_reruns++;
+        const auto storage = made->storage.lock();
+        if (storage != nullptr && made->dropped != nullptr) {
+            refuse_pointer(storage.get(),
+                           std::string("torchpager gave up the bytes of this tensor, which can "
+                                       "be made again, and making them failed: ") +
+                               error.what());
+        }
+        return false;
+    }
+}
+
+bool bring_back(const std::shared_ptr<Made> &made) {
+    Again again;
+    return bring_back(made, again);
+}
+
+/* ---- whether a storage may be dropped --------------------------------------------------------- */
+
+/* Not by locking the weak reference: a second one to a tensor that Python has counts there. */
+bool is_held_by_python(const WeakTensor &tensor) {
+    const c10::impl::PyObjectSlot *slot = tensor._unsafe_get_target()->pyobj_slot();
+    if (slot->load_pyobj() == nullptr) return false;
+    /* One reference to the object is the tensor's own, if anybody else has the tensor. */
+    return tensor.use_count() < 2 || !slot->has_unique_reference();
+}
+
+/* Every tensor over the storage is known, and none is within Python's reach. */
+bool is_out_of_reach(const Made &made, size_t use_count) {
+    size_t known = made.own + made.held;
+    for (const WeakTensor &weak : made.tensors) {
+        if (weak.use_count() == 0) continue;
+        if (is_held_by_python(weak)) return false;
+        known++;
+    }
+    return use_count <= known;
+}
+
+/* Whether the recipe would find what it needs, which is added to `leaves`. */
+bool finds_inputs(Registry &r, const Recipe &recipe, uint32_t depth,
+                  std::vector<c10::Storage> &leaves) {
+    if (!recipe.valid) return false;
+    for (const Input &input : recipe.inputs) {
+        if (input.kept) continue;
+        auto storage = input.storage.lock();
+        if (storage == nullptr) {
+            if (input.made == nullptr || depth >= kChainMax) return false;
+            if (!finds_inputs(r, *input.made->recipe, depth + 1, leaves)) return false;
+            continue;
+        }
+        const tp_addr addr = addr_of_storage(storage.get());
+        const bool same = addr == input.addr || dropped_of(storage.get()) != nullptr ||
+                          (input.made != nullptr && input.made->addr == addr);
+        if (!same || storage->nbytes() != input.bytes) return false;
+        leaves.emplace_back(std::move(storage));
+    }
+    return true;
+}
+
+at::Tensor raw(const c10::Storage &storage) {
+    Geometry geometry;
+    geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
+    geometry.strides = {1};
+    geometry.dtype = caffe2::TypeMeta::Make<uint8_t>();
+    geometry.keys = c10::DispatchKeySet(storage.device().is_cuda() ? c10::DispatchKey::CUDA
+                                                                   : c10::DispatchKey::CPU);
+    return tensor_of(storage, geometry);
+}
+
+/* Runs the recipe beside the kept result. Waits for the device. */
+bool makes_the_same(const std::shared_ptr<Made> &made) {
+    const auto storage = made->storage.lock();
+    if (storage == nullptr) return false;
+    try {
+        Again again;
+        const Guard lock(rerun_mutex());
+        const auto outputs = execute(made->recipe, again);
+        if (outputs.size() <= made->output) return false;
+        const c10::Storage fresh = outputs[made->output].storage();
+        if (fresh.nbytes() != storage->nbytes()) return false;
+        const at::Tensor a = raw(fresh), b = raw(c10::Storage(storage));
+        const Quiet quiet(*made->recipe);
+        const HookCall call(kCallReruns, {{a, false}, {b, false}});
+        return at::equal(a, b);
+    } catch (const std::exception &) {
+        return false;
+    }
+}
+
+/* Tried once for each kind of recipe. */
+bool is_trusted(const std::shared_ptr<Made> &made) {
+    Registry &r = registry();
+    const uint64_t kind = mixed(made->recipe->kind, made->output);
+    {
+        const Guard guard(r.mutex);
+        const auto found = r.kinds.find(kind);
+        if (found != r.kinds.end()) return found->second;
+    }
+    const bool same = makes_the_same(made);
+    const Guard guard(r.mutex);
+    r.kinds.emplace(kind, same);
+    r.counts.trials++;
+    r.counts.failed_trials += !same;
+    return same;
+}
+
+enum class Drop { DONE, LATER, NEVER };
+
+/* The registry is held. */
+Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *storage,
+              std::vector<c10::Storage> &leaves) {
+    auto dropped = std::make_unique<Dropped>();
+    dropped->made = made;
+    for (const c10::Storage &leaf : leaves) r.dependents[leaf.unsafeGetStorageImpl()];
+    c10::DataPtr &slot = storage->_mutable_data_ptr_no_checks();
+    c10::DataPtr data(nullptr, dropped.get(), &dropped_ended, slot.device());
+    std::swap(data, slot);
+    refuse_pointer(storage, "torchpager gave up the bytes of this tensor, which can be made "
+                            "again, and code that it does not see has asked for them: "
+                            "torchpager.pin() keeps a tensor as it is");
+    tp_error error{};
+    const tp_status status =
+        tp_drop(made->core, made->addr, stream_for(storage), &dropped->token, &error);
+    if (status != TP_OK) {
+        give_pointer(storage, std::move(data));
+        return status == TP_BUSY ? Drop::LATER : Drop::NEVER;
+    }
+    (void)data.release_context(); /* the block is free */
+    for (const c10::Storage &leaf : leaves) {
+        r.dependents[leaf.unsafeGetStorageImpl()].push_back(made.get());
+    }
+    dropped->leaves.swap(leaves);
+    hold_leaves(r, dropped.get(), 1);
+    r.live.erase(made->addr);
+    made->addr = 0;
+    made->dropped = dropped.get();
+    r.dropped.insert(dropped.release());
+    count_tracked(r);
+    return Drop::DONE;
+}
+
+/* With nothing held. */
+Drop try_drop(const std::shared_ptr<Made> &made) {
+    Registry &r = registry();
+    std::vector<c10::Storage> leaves; /* let go of with nothing held */
+    c10::intrusive_ptr<c10::StorageImpl> storage = made->storage.lock();
+    {
+        const Guard guard(r.mutex);
+        if (storage == nullptr || made->addr == 0 || made->refused || !made->recipe->valid ||
+            !(made->recipe->numerics == Numerics::now())) {
+            return Drop::NEVER;
+        }
+        if (!is_out_of_reach(*made, storage.use_count() - 1)) {
+            r.counts.refused_held++;
+            return Drop::LATER;
+        }
+        if (!finds_inputs(r, *made->recipe, 0, leaves)) {
+            r.counts.refused_inputs++;
+            return Drop::NEVER;
+        }
+        leaves.clear();
+    }
+    if (!is_trusted(made)) return Drop::NEVER;
+    const Guard guard(r.mutex);
+    if (made->addr == 0 || made->refused) return Drop::NEVER;
+    if (!finds_inputs(r, *made->recipe, 0, leaves)) return Drop::NEVER;
+    if (!is_out_of_reach(*made, storage.use_count() - 1)) return Drop::LATER;
+    dropping.store(true);
+    const Drop result =
+        holds.load() == 0 ? swap_out(r, made, storage.get(), leaves) : Drop::LATER;
+    dropping.store(false);
+    return result;
+}
+
+/* Those that are due, but what is used now. */
+void try_pending(const std::vector<Touch> &touches) {
+    Registry &r = registry();
+    const bool forced = mode.load(std::memory_order_relaxed) == kRecomputeForced;
+    if (!forced && !r.has_pending.load(std::memory_order_relaxed)) return;
+    std::vector<Pending> due, later;
+    {
+        const Guard guard(r.mutex);
+        due.swap(r.pending);
+        for (const auto &entry : r.live) {
+            if (forced) due.push_back({entry.second, 0});
+        }
+    }
+    for (Pending &each : due) {
+        const auto made = each.made.lock();
+        if (made == nullptr || made->addr == 0) continue;
+        const bool busy = std::any_of(touches.begin(), touches.end(), [&](const Touch &touch) {
+            return addr_of_storage(touch.storage) == made->addr;
+        });
+        if (busy || try_drop(made) == Drop::LATER) later.push_back({made, each.tries - 1});
+    }
+    const Guard guard(r.mutex);
+    for (Pending &each : later) {
+        if (each.tries > 0) r.pending.push_back(std::move(each));
+    }
+    r.has_pending.store(!r.pending.empty(), std::memory_order_relaxed);
+}
+
+/* ---- before others use, or write -------------------------------------------------------------- */
+
+/* What is about to be written: what was made of it comes back, and cannot be made any more. */
+void before_write(c10::StorageImpl *storage) {
+    Registry &r = registry();
+    std::vector<std::shared_ptr<Made>> back;
+    {
+        const Guard guard(r.mutex);
+        const auto found = r.dependents.find(storage);
+        if (found != r.dependents.end()) {
+            for (const Made *made : found->second) back.push_back(made->dropped->made);
+        }
+    }
+    for (const auto &made : back) (void)bring_back(made);
+    std::shared_ptr<Made> written; /* let go of with nothing held */
+    const Guard guard(r.mutex);
+    const auto readers = r.readers.find(storage);
+    if (readers != r.readers.end()) {
+        for (const auto &weak : readers->second) {
+            if (const auto recipe = weak.lock()) recipe->valid = false;
+        }
+        r.readers.erase(readers);
+    }
+    const auto live = r.live.find(addr_of_storage(storage));
+    if (live == r.live.end()) return;
+    written = live->second;
+    r.live.erase(live);
+    written->addr = 0;
+    count_tracked(r);
+}
+
+bool bring_back_touched(const std::vector<Touch> &touches) {
+    bool changed = false, writes = false;
+    for (const Touch &touch : touches) {
+        writes = writes || touch.write;
+        if (C10_LIKELY(addr_of_storage(touch.storage) != 0)) continue;
+        std::shared_ptr<Made> made;
+        {
+            const Guard guard(registry().mutex);
+            Dropped *dropped = dropped_of(touch.storage);
+            if (dropped != nullptr) made = dropped->made;
+        }
+        if (made == nullptr) continue;
+        (void)bring_back(made);
+        changed = true;
+    }
+    for (const Touch &touch : touches) {
+        if (writes && touch.write) before_write(touch.storage);
+    }
+    return changed;
+}
+
+} // namespace
+
+bool recompute_before_operator(const std::vector<Touch> &touches) {
+    if (rerunning || disabled.load()) return false;
+    try {
+        try_pending(touches);
+        return bring_back_touched(touches);
+    } catch (const std::bad_alloc &) {
+        return true;
+    }
+}
+
+bool recompute_any_dropped(const std::vector<Touch> &touches) {
+    return std::any_of(touches.begin(), touches.end(),
+                       [](const Touch &touch) { return dropped_of(touch.storage) != nullptr; });
+}
+
+bool recompute_before_region(const std::vector<Touch> &touches) {
+    if (rerunning || disabled.load()) return false;
+    try {
+        const bool changed = bring_back_touched(touches);
+        Registry &r = registry();
+        const Guard guard(r.mutex);
+        for (const Touch &touch : touches) {
+            const auto *made = live_at(r, touch.storage);
+            if (made != nullptr) (*made)->refused = true;
+        }
+        return changed;
+    } catch (const std::bad_alloc &) {
+        return true;
+    }
+}
+
+RecomputeHold::RecomputeHold() : counted_(!rerunning) {
+    if (!counted_) return;
+    holds.fetch_add(1);
+    /* Whoever drops now has not seen us: it is a matter of microseconds. */
+    if (dropping.load()) {
+        const Guard guard(registry().mutex);
+    }
+}
+
+RecomputeHold::~RecomputeHold() {
+    if (counted_) holds.fetch_sub(1);
+}
+
+void recompute_drop(tp_core *core, tp_addr addr) {
+    try {
+        Registry &r = registry();
+        const Guard guard(r.mutex);
+        const auto found = r.live.find(addr);
+        if (found == r.live.end() || found->second->core != core) return;
+        r.pending.push_back({found->second, kTries});
+        r.has_pending.store(true, std::memory_order_relaxed);
+    } catch (const std::bad_alloc &) {
+        return; /* it stays */
+    }
+}
+
+void recompute_freed(tp_addr addr) {
+    Registry &r = registry();
+    std::shared_ptr<Made> gone; /* let go of with nothing held */
+    const Guard guard(r.mutex);
+    const auto found = r.live.find(addr);
+    if (found == r.live.end()) return;
+    gone = found->second;
+    r.live.erase(found);
+    gone->addr = 0;
+    count_tracked(r);
+}
+
+bool recompute_bring_all_back(tp_core *core) {
+    Registry &r = registry();
+    std::vector<std::shared_ptr<Made>> back;
+    {
+        const Guard guard(r.mutex);
+        for (const Dropped *dropped : r.dropped) {
+            if (core == nullptr || dropped->made->core == core) back.push_back(dropped->made);
+        }
+    }
+    bool all = true;
+    for (const auto &made : back) all = bring_back(made) && all;
+    return all;
+}
+
+RecomputeMode recompute_mode() {
+    return static_cast<RecomputeMode>(mode.load(std::memory_order_relaxed));
+}
+
+void recompute_set_mode(RecomputeMode wanted) {
+    mode.store(wanted);
+    if (wanted == kRecomputeOff) (void)recompute_bring_all_back(nullptr);
+}
+
+void recompute_disable_after_fork() { disabled.store(true); }
+
+RecomputeCounts recompute_counts() {
+    const Guard guard(registry().mutex);
+    return registry().counts;
+}
+
+} // namespace torchpager

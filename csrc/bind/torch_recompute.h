@@ -1,0 +1,117 @@
+/* torch_recompute: recipes of tensors, storages whose bytes have been dropped, and making them
+ * again.
+ *
+ * A recipe is an operator with its arguments: tensors by storage and geometry, everything else
+ * by value. Where a recipe is known for a storage, and nothing but autograd can reach it, its
+ * bytes may be dropped: the core frees the block (tp_drop), the storage is left with no memory
+ * and refuses to hand out a pointer. Before an operator, or anything else that is announced,
+ * uses it, the recipe runs again, below autograd and autocast, and the storage gets the block
+ * that this made.
+ *
+ * Nothing here throws, but what says so. */
+#ifndef TP_BIND_TORCH_RECOMPUTE_H
+#define TP_BIND_TORCH_RECOMPUTE_H
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "tp.h"
+
+namespace torchpager {
+
+/* ---- which operators may run again --------------------------------------------------------- */
+
+/* What an operator's schema and name say. */
+struct Rerunnable {
+    bool possible = false;
+    bool autocast_cuda = false, autocast_cpu = false; /* it has a kernel for autocast */
+    size_t arguments = 0;
+    int dropout = -1; /* the argument that has to be 0 */
+    bool convolution = false;
+};
+Rerunnable rerunnable(const c10::OperatorHandle &op);
+
+/* ---- recipes ----------------------------------------------------------------------------- */
+
+class Recipe;
+
+/* A storage among what an operator, or other code, is about to use. */
+struct Touch {
+    c10::StorageImpl *storage;
+    bool write;
+};
+
+enum RecomputeMode {
+    kRecomputeOff,
+    kRecomputePlanned, /* recipes of what a plan will drop */
+    kRecomputeForced   /* everything is dropped as soon as it may be: for tests */
+};
+RecomputeMode recompute_mode();
+/* Off: everything comes back first. May wait. */
+void recompute_set_mode(RecomputeMode mode);
+
+/* Storages with a recipe, with their bytes or without: nothing here has anything to do while
+ * there are none. */
+extern std::atomic<uint32_t> recompute_tracked;
+inline bool recompute_tracks() {
+    return recompute_tracked.load(std::memory_order_relaxed) != 0;
+}
+
+/* Whether an operator that begins now may run again. */
+bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs);
+/* Its recipe; null: it has none. May throw bad_alloc. */
+std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op,
+                                          c10::ArrayRef<const c10::IValue> inputs);
+/* It has ended with `outputs`. Those of its storages that lie at one of `born` have a recipe
+ * now. May throw bad_alloc. */
+void recompute_captured(const std::shared_ptr<Recipe> &recipe,
+                        c10::ArrayRef<c10::IValue> outputs, const std::vector<tp_addr> &born);
+/* Tensors that share a storage: an operator has made a view. May throw bad_alloc. */
+bool recompute_knows(c10::ArrayRef<const c10::IValue> inputs);
+void recompute_note_views(c10::ArrayRef<c10::IValue> outputs);
+
+/* ---- dropping and bringing back -------------------------------------------------------------- */
+
+/* An operator begins that uses these: what is dropped of them comes back, and what was made of
+ * those that are written. Tries drops that are due on others. True: addresses have changed. May
+ * wait. */
+bool recompute_before_operator(const std::vector<Touch> &touches);
+bool recompute_any_dropped(const std::vector<Touch> &touches);
+/* The same for code that cannot be looked into: they are never dropped from now on. */
+bool recompute_before_region(const std::vector<Touch> &touches);
+/* Between finding the addresses of operands and pinning them nothing is dropped. */
+class RecomputeHold {
+  public:
+    RecomputeHold();
+    ~RecomputeHold();
+    RecomputeHold(const RecomputeHold &) = delete;
+    RecomputeHold &operator=(const RecomputeHold &) = delete;
+
+  private:
+    bool counted_;
+};
+/* The plan says so: before one of the next operators, as soon as it may be. Runs nothing. */
+void recompute_drop(tp_core *core, tp_addr addr);
+/* A block is freed. */
+void recompute_freed(tp_addr addr);
+/* Everything of one core comes back, or of all (null). False: something could not. May wait. */
+bool recompute_bring_all_back(tp_core *core);
+
+/* In a forked child there is nothing to run on. */
+void recompute_disable_after_fork();
+
+struct RecomputeCounts {
+    uint64_t trials, failed_trials; /* kinds of recipe that were run beside the kept result */
+    uint64_t failed_reruns;
+    uint64_t refused_held,
+        refused_inputs; /* drops not made: somebody may reach it; inputs gone */
+};
+RecomputeCounts recompute_counts();
+
+} // namespace torchpager
+
+#endif
