@@ -380,7 +380,7 @@ TEST(recipe_is_of_an_operator_with_those_that_it_calls) {
     EXPECT_EQ(block_of(step, 1, 0), block_of(step, 0, 3));
     EXPECT_EQ(step->trace.blocks[block_of(step, 1, 1)].bytes, 8000);
     /* The times of one that has been measured since. */
-    tp_record_sample(&s->steps.record, step->class_idx[1], 70000);
+    tp_record_sample(&s->steps.record, step->class_idx[1], 70000, false);
     (void)step_of(s, nested);
     expect_recipe(tp_steps_last(&s->steps), 0, 0, 2, 2, 2);
     EXPECT(tp_steps_last(&s->steps)->trace.recipes[0].device_ns > 70000);
