@@ -225,10 +225,13 @@ static void order_uses(const tp_record *record, uint32_t *begin, uint32_t *order
 
 /* ---- recipes ----------------------------------------------------------------------------- */
 
-static uint64_t recipe_ns(const tp_trace_op *ops, uint32_t first, uint32_t last) {
+/* Without what comes behind the last operator. */
+static uint64_t recipe_ns(const tp_record *record, const tp_trace_op *ops,
+                          const uint32_t *gap_idx, uint32_t first, uint32_t last) {
     uint64_t sum = 0;
     for (uint32_t op = first; op <= last; op++) sum += ops[op].device_ns;
-    return sum;
+    const uint64_t behind = tp_record_class_ns(record, gap_idx[last]);
+    return sum > behind ? sum - behind : 0;
 }
 
 static bool is_of_step(const tp_trace_block *it) {
@@ -259,9 +262,10 @@ static bool list_recipe(const draft *d, parts *p, const tp_record_recipe *from,
 static void fill_recipes(const draft *d, parts *p, tp_trace *trace) {
     for (uint32_t i = 0; i < d->record->recipe_count; i++) {
         const tp_record_recipe *from = &d->record->recipes[i];
-        tp_trace_recipe to = {.device_ns = recipe_ns(p->ops, from->op, from->last_op),
-                              .op = from->last_op,
-                              .block_begin = trace->recipe_block_count};
+        tp_trace_recipe to = {
+            .device_ns = recipe_ns(d->record, p->ops, p->gap_idx, from->op, from->last_op),
+            .op = from->last_op,
+            .block_begin = trace->recipe_block_count};
         if (!list_recipe(d, p, from, &to)) continue;
         p->recipe_ops[trace->recipe_count] = from->op;
         p->recipes[trace->recipe_count++] = to;
@@ -473,7 +477,8 @@ bool tp_step_refresh(tp_step *step, const tp_record *record) {
     }
     tp_trace_recipe *recipes = (tp_trace_recipe *)(uintptr_t)step->trace.recipes;
     for (uint32_t i = 0; i < step->trace.recipe_count; i++)
-        recipes[i].device_ns = recipe_ns(ops, step->recipe_ops[i], recipes[i].op);
+        recipes[i].device_ns =
+            recipe_ns(record, ops, step->gap_idx, step->recipe_ops[i], recipes[i].op);
     const uint64_t before = step->device_ns;
     const uint64_t apart = total > before ? total - before : before - total;
     if (apart <= before / 32) return false;

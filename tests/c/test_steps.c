@@ -384,6 +384,11 @@ TEST(recipe_is_of_an_operator_with_those_that_it_calls) {
     (void)step_of(s, nested);
     expect_recipe(tp_steps_last(&s->steps), 0, 0, 2, 2, 2);
     EXPECT(tp_steps_last(&s->steps)->trace.recipes[0].device_ns > 70000);
+    /* But not what comes behind it. */
+    const uint64_t before_ns = tp_steps_last(&s->steps)->trace.recipes[0].device_ns;
+    tp_record_sample(&s->steps.record, tp_steps_last(&s->steps)->gap_idx[2], 40000, false);
+    (void)step_of(s, nested);
+    EXPECT_EQ(tp_steps_last(&s->steps)->trace.recipes[0].device_ns, before_ns);
     scene_free(s);
 }
 
