@@ -114,20 +114,70 @@ ROWS: tuple[Row, ...] = (
         "restore_on_exit",
         "tests/py/test_contexts.py::test_everything_is_as_found_when_contexts_are_left",
     ),
-    Row("what may be dropped", "kRuleRandom", _DROPS + "test_random_operators_do_not_run_again"),
-    Row("what may be dropped", "kRuleStatistics", _DROPS + "test_operators_with_statistics_do_not_run_again"),
-    Row("what may be dropped", "kRuleNotTheSame", _DROPS + "test_operators_that_differ_each_time_do_not_run_again"),
-    Row("what may be dropped", "kRuleTrial", _DROPS + "test_operators_that_fail_their_trial_do_not_run_again"),
-    Row("what may be dropped", "kRuleLeafWrite", _DROPS + "test_inputs_that_are_written_do_not_change_what_was_made_of_them"),
+    Row(
+        "what may be dropped", "kRuleRandom", _DROPS + "test_random_operators_do_not_run_again"
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleStatistics",
+        _DROPS + "test_operators_with_statistics_do_not_run_again",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleNotTheSame",
+        _DROPS + "test_operators_that_differ_each_time_do_not_run_again",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleTrial",
+        _DROPS + "test_operators_that_fail_their_trial_do_not_run_again",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleLeafWrite",
+        _DROPS + "test_inputs_that_are_written_do_not_change_what_was_made_of_them",
+    ),
     Row("what may be dropped", "kRulePython", _DROPS + "test_what_python_has_keeps_its_bytes"),
-    Row("what may be dropped", "kRuleHolders", _DROPS + "test_what_somebody_unknown_has_keeps_its_bytes"),
-    Row("what may be dropped", "kRuleRegion", _DROPS + "test_what_custom_functions_use_and_make_keeps_its_bytes"),
-    Row("what may be dropped", "kRuleHooks", _DROPS + "test_what_saved_tensor_hooks_were_given_keeps_its_bytes"),
-    Row("what may be dropped", "kRuleAutocast", _DROPS + "test_operators_run_again_below_autocast", _TRIAL),
-    Row("what may be dropped", "kRuleBackward", _DROPS + "test_what_a_backward_pass_makes_keeps_its_bytes"),
-    Row("what may be dropped", "kRuleNumerics", _DROPS + "test_operators_run_again_under_the_settings_of_the_first_time"),
-    Row("what may be dropped", "kRuleForeign", _DROPS + "test_inputs_that_others_write_are_none"),
-    Row("what may be dropped", "kRuleSaved", _DROPS + "test_what_autograd_has_let_go_of_is_not_taken_for_its_own"),
+    Row(
+        "what may be dropped",
+        "kRuleHolders",
+        _DROPS + "test_what_somebody_unknown_has_keeps_its_bytes",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleRegion",
+        _DROPS + "test_what_custom_functions_use_and_make_keeps_its_bytes",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleHooks",
+        _DROPS + "test_what_saved_tensor_hooks_were_given_keeps_its_bytes",
+        ("kRulePython",),
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleAutocast",
+        _DROPS + "test_operators_run_again_below_autocast",
+        _TRIAL,
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleBackward",
+        _DROPS + "test_what_a_backward_pass_makes_keeps_its_bytes",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleNumerics",
+        _DROPS + "test_operators_run_again_under_the_settings_of_the_first_time",
+    ),
+    Row(
+        "what may be dropped", "kRuleForeign", _DROPS + "test_inputs_that_others_write_are_none"
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleSaved",
+        _DROPS + "test_what_autograd_has_let_go_of_is_not_taken_for_its_own",
+    ),
 )
 
 

@@ -145,8 +145,8 @@ def _exchange_classes() -> list[type]:
 def _blocks_of(args: tuple[Any, ...], write: bool) -> list[int]:
     """Return the addresses of ours that the arguments stand for.
 
-    What was dropped of them is made again first, and with ``write`` what was made of them. Where
-    that fails the call itself says why.
+    What was dropped of them is made again first, and with ``write`` what was made of them.
+    Where that fails the call itself says why.
     """
     addresses = []
     for arg in args:
@@ -194,9 +194,7 @@ def _during(write: bool, function: _Method) -> _Method:
     def held(*args: Any, **kwargs: Any) -> Any:
         # A storage's tolist() reads item by item: what is in place already needs nothing more.
         addresses = [
-            address
-            for address in _blocks_of(args, write)
-            if address not in _in_place.addresses
+            address for address in _blocks_of(args, write) if address not in _in_place.addresses
         ]
         if not addresses:
             return function(*args, **kwargs)

@@ -90,8 +90,8 @@ def make_plan(
     recipes
         Of blocks that may be dropped and made again, where that is faster than moving them.
     keep
-        Whether the bytes of a block that has died may be kept for a rerun. The pager cannot: what
-        the program has freed it makes again.
+        Whether the bytes of a block that has died may be kept for a rerun. The pager cannot:
+        what the program has freed it makes again.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Making bytes again instead of moving them: which contexts ask for it, and what came of it.
 
-What may be made again, and how, is below: ``csrc/bind/torch_recompute.h``. Here it is switched on
-for as long as any :func:`torchpager.auto_offload` with ``recompute=True`` is active.
+What may be made again, and how, is below: ``csrc/bind/torch_recompute.h``. Here it is switched
+on for as long as any :func:`torchpager.auto_offload` with ``recompute=True`` is active.
 """
 
 from dataclasses import dataclass

@@ -27,8 +27,8 @@ class TensorState:
     """Where the storage of a tensor is. Sizes in bytes."""
 
     where: Literal["native", "resident", "host", "mixed", "dropped"]
-    """"native": not torchpager's. "mixed": some extents are resident, some in HOST. "dropped": it
-    has no bytes, and its operator runs again before they are used."""
+    """"native": not torchpager's. "mixed": some extents are resident, some in HOST. "dropped":
+    it has no bytes, and its operator runs again before they are used."""
     resident_bytes: int = 0
     host_bytes: int = 0
     extents: int = 0

@@ -3,8 +3,8 @@
 import contextlib
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -85,9 +85,13 @@ class Block(nn.Module):
         batch, length, width = x.shape
         qkv = self.qkv(self.norm(x)).view(batch, length, 3, 4, width // 4)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        y = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout
+        )
         x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout)
+        return x + functional.dropout(
+            self.down(functional.gelu(self.up(self.norm2(x)))), self.dropout
+        )
 
 
 class GPT(nn.Module):
@@ -116,9 +120,9 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(8, 10)
 
     def forward(self, x):
-        x = F.relu(self.norm(self.conv(x)), inplace=True)
-        y = F.silu(self.norm2(self.conv2(x)))
-        return self.head(F.max_pool2d(x + y, 4).mean((2, 3)))
+        x = functional.relu(self.norm(self.conv(x)), inplace=True)
+        y = functional.silu(self.norm2(self.conv2(x)))
+        return self.head(functional.max_pool2d(x + y, 4).mean((2, 3)))
 
 
 class Recurrent(nn.Module):
@@ -192,11 +196,11 @@ def sequences():
 
 
 def cross_entropy(model, x, y):
-    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+    return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
 def squares(model, x, y):
-    return F.mse_loss(model(x), y)
+    return functional.mse_loss(model(x), y)
 
 
 def train(

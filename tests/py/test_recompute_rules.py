@@ -10,9 +10,9 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from recompute_programs import bits, forced, operators, run, train
 from torch import nn
+from torch.nn import functional
 
 from torchpager import recompute
 
@@ -277,7 +277,8 @@ def test_what_saved_tensor_hooks_were_given_keeps_its_bytes():
 def test_what_a_backward_pass_makes_keeps_its_bytes():
     with forced():
         x = torch.rand(64, 64, requires_grad=True)
-        torch.exp(x).sum().backward()
+        w, gradient = torch.rand(64, 64), torch.rand(64, 64)
+        (x * w).backward(gradient)
         operators()
         assert address(x.grad)
 
@@ -286,12 +287,12 @@ def test_what_autograd_has_let_go_of_is_not_taken_for_its_own():
     with forced() as drops:
         x = torch.rand(64, 64, requires_grad=True)
         loss = torch.exp(x).sum()
-        operators()
-        assert drops.count == 1
         saved = loss.grad_fn.next_functions[0][0]._saved_result
+        operators()
         loss.backward()
         operators()
         assert address(saved)
+        assert drops.count == 0
 
 
 # ---- the same as the first time --------------------------------------------------------------
@@ -301,12 +302,14 @@ def test_operators_run_again_below_autocast():
     def program():
         x, weight = torch.rand(64, 64, requires_grad=True), torch.rand(64, 64)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = torch.tanh(x @ weight).exp().sum()
+            product = torch.mm(x, weight)
+            loss = (product * product).sum()
+            del product
         operators()
         loss.backward()
         return loss, x.grad
 
-    assert same_as_natively(program) >= 2
+    assert same_as_natively(program) >= 1
 
 
 def test_operators_run_again_under_the_settings_of_the_first_time():
@@ -440,7 +443,7 @@ def test_a_rerun_that_makes_another_size_is_an_error():
 def test_dropout_with_attention_is_never_dropped():
     def program():
         q, k, v = (torch.rand(1, 4, 32, 16, requires_grad=True) for _ in range(3))
-        loss = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).sum()
+        loss = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5).sum()
         operators()
         loss.backward()
         return q.grad, k.grad, v.grad
