@@ -1,5 +1,6 @@
 """Bytes that are made again: the same bits, and nobody notices."""
 
+import contextlib
 import copy
 import ctypes
 import io
@@ -11,6 +12,7 @@ import pytest
 import torch
 from recompute_programs import (
     GPT,
+    SMALL,
     Cell,
     ConvNet,
     Custom,
@@ -560,3 +562,98 @@ def test_kept_graphs_are_right_after_the_context():
         assert drops.count > 0
     loss.backward()
     assert all_bits([y.grad, v.grad]) == all_bits([x.grad, w.grad])
+
+
+# ---- plans -----------------------------------------------------------------------------------
+
+STEPS = 10
+SLOW = {"link": "4 MB"}  # so that moving never pays
+
+
+class Steps:
+    """A training, step by step, with what each has moved and dropped."""
+
+    def __init__(self, lengths=(64,)):
+        torch.manual_seed(1)
+        self.lengths = lengths
+        self.model = GPT(layers=3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, fused=True)
+        self.losses, self.filled, self.dropped, self.held = [], [], [], []
+
+    def forward(self):
+        length = self.lengths[len(self.losses) % len(self.lengths)]
+        x, y = torch.randint(0, 64, (8, length)), torch.randint(0, 64, (8, length))
+        return cross_entropy(self.model, x, y)
+
+    def backward(self, loss):
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def run(self, count=STEPS, stats=True):
+        for _ in range(count):
+            before = torchpager.stats() if stats else None
+            self.backward(self.forward())
+            if stats:
+                after = torchpager.stats()
+                self.filled.append(after.fills.bytes - before.fills.bytes)
+                self.held.append(after.held.current)
+                self.dropped.append(after.drops.bytes - before.drops.bytes)
+        return self
+
+    def bits(self):
+        return all_bits([self.losses, list(self.model.parameters())])
+
+
+@contextlib.contextmanager
+def planned(budget, *, recompute=True):
+    with (
+        torchpager.simulate("64 MiB", **SMALL, **SLOW),
+        torchpager.auto_offload(recompute=recompute),
+        torchpager.budget(budget),
+    ):
+        yield
+
+
+def peak_of_steps(**options):
+    with torchpager.simulate("64 MiB", **SMALL):
+        Steps(**options).run(2)
+        return torchpager.stats().allocated.peak
+
+
+def test_training_inside_half_its_peak_drops_instead_of_moving():
+    expected = Steps().run(stats=False).bits()
+    half = peak_of_steps() // 2
+    with planned(half, recompute=False):
+        moving = Steps().run()
+        assert moving.bits() == expected
+    with planned(half):
+        dropping = Steps().run()
+        assert dropping.bits() == expected
+        assert torchpager.stats().dropped.current == 0
+    assert max(dropping.held) <= half
+    assert all(each == 0 for each in moving.dropped)
+    assert all(each > 0 for each in dropping.dropped[-3:])
+    assert sum(dropping.filled[-3:]) < sum(moving.filled[-3:]) / 2
+
+
+def test_steps_of_two_kinds_in_turn_have_the_same_bits():
+    lengths = (64, 48)
+    expected = Steps(lengths).run(stats=False).bits()
+    with planned(peak_of_steps() // 2):
+        steps = Steps(lengths).run()
+        assert steps.bits() == expected
+    assert sum(steps.dropped) > 0
+
+
+def test_a_step_that_outlives_its_context_has_the_same_bits():
+    whole = Steps().run(8, stats=False).bits()
+    half = peak_of_steps() // 2
+    with planned(half):
+        steps = Steps().run(7)
+        loss = steps.forward()
+        assert torchpager.stats().dropped.current > 0
+    assert torchpager.stats().dropped.current == 0
+    steps.backward(loss)
+    assert steps.bits() == whole
