@@ -6,8 +6,9 @@ docs/testing.md shows the same rows; ``tests/py/test_mechanisms.py`` compares th
 that each rule of ``tp_rule`` has a row.
 
 A rule of the C core is switched off by ``TP_RULES_OFF``, which only the C tests read and only a
-build with asserts obeys. The package itself has no switch: pytest's fixtures take what is
-named in ``TORCHPAGER_TEST_WITHOUT`` away.
+build with asserts obeys. What is named in ``TORCHPAGER_TEST_WITHOUT``, a list with commas, is
+taken away by pytest's fixtures: in Python, or, for the rules about what may be dropped, through
+``_torch_cpu.recompute_rules_off``.
 """
 
 import argparse
@@ -43,9 +44,16 @@ class Row:
         """Whether the switch is a rule of the C core."""
         return self.switch.startswith("TP_RULE_")
 
+    @property
+    def of_recompute(self) -> bool:
+        """Whether it is a rule about what may be dropped."""
+        return self.switch.startswith("kRule")
+
 
 _SCHEDULES = "test_core::tight_schedules_agree_with_the_model"
 _PROOF = ("TP_RULE_FINGERPRINT",)
+_DROPS = "tests/py/test_recompute_rules.py::"
+_TRIAL = ("kRuleTrial",)
 
 ROWS: tuple[Row, ...] = (
     Row("last-use markers", "TP_RULE_WRITE_BACK_ORDER", _SCHEDULES, _PROOF),
@@ -106,6 +114,70 @@ ROWS: tuple[Row, ...] = (
         "restore_on_exit",
         "tests/py/test_contexts.py::test_everything_is_as_found_when_contexts_are_left",
     ),
+    Row(
+        "what may be dropped", "kRuleRandom", _DROPS + "test_random_operators_do_not_run_again"
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleStatistics",
+        _DROPS + "test_operators_with_statistics_do_not_run_again",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleNotTheSame",
+        _DROPS + "test_operators_that_differ_each_time_do_not_run_again",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleTrial",
+        _DROPS + "test_operators_that_fail_their_trial_do_not_run_again",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleLeafWrite",
+        _DROPS + "test_inputs_that_are_written_do_not_change_what_was_made_of_them",
+    ),
+    Row("what may be dropped", "kRulePython", _DROPS + "test_what_python_has_keeps_its_bytes"),
+    Row(
+        "what may be dropped",
+        "kRuleHolders",
+        _DROPS + "test_what_somebody_unknown_has_keeps_its_bytes",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleRegion",
+        _DROPS + "test_what_custom_functions_use_and_make_keeps_its_bytes",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleHooks",
+        _DROPS + "test_what_saved_tensor_hooks_were_given_keeps_its_bytes",
+        ("kRulePython",),
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleAutocast",
+        _DROPS + "test_operators_run_again_below_autocast",
+        _TRIAL,
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleBackward",
+        _DROPS + "test_what_a_backward_pass_makes_keeps_its_bytes",
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleNumerics",
+        _DROPS + "test_operators_run_again_under_the_settings_of_the_first_time",
+    ),
+    Row(
+        "what may be dropped", "kRuleForeign", _DROPS + "test_inputs_that_others_write_are_none"
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleSaved",
+        _DROPS + "test_what_autograd_has_let_go_of_is_not_taken_for_its_own",
+    ),
 )
 
 
@@ -113,6 +185,13 @@ def rules() -> dict[str, int]:
     """The rules of csrc/pager/types.h and their bits."""
     text = (ROOT / "csrc" / "pager" / "types.h").read_text(encoding="utf-8")
     found = re.findall(r"\b(TP_RULE_\w+)\s*=\s*1\s*<<\s*(\d+)", text)
+    return {name: 1 << int(bit) for name, bit in found}
+
+
+def recompute_rules() -> dict[str, int]:
+    """The rules of csrc/bind/torch_recompute.h and their bits."""
+    text = (ROOT / "csrc" / "bind" / "torch_recompute.h").read_text(encoding="utf-8")
+    found = re.findall(r"\b(kRule\w+) = 1 << (\d+)", text)
     return {name: 1 << int(bit) for name, bit in found}
 
 
@@ -131,8 +210,8 @@ def _run_c(test: str, off: tuple[str, ...]) -> str:
     return "failed" if missed else f"error {done.returncode}"
 
 
-def _run_pytest(test: str, without: str) -> str:
-    environment = os.environ | {"TORCHPAGER_TEST_WITHOUT": without}
+def _run_pytest(test: str, off: tuple[str, ...]) -> str:
+    environment = os.environ | {"TORCHPAGER_TEST_WITHOUT": ",".join(off)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
     done = subprocess.run(
         command,
@@ -150,9 +229,8 @@ def _run_pytest(test: str, without: str) -> str:
 def run(row: Row, *, on: bool) -> str:
     """Run the row's test with or without its mechanism: "passed", "failed", or what else."""
     try:
-        if row.in_c:
-            return _run_c(row.test, row.off_in_both + (() if on else (row.switch,)))
-        return _run_pytest(row.test, "" if on else row.switch)
+        off = row.off_in_both + (() if on else (row.switch,))
+        return _run_c(row.test, off) if row.in_c else _run_pytest(row.test, off)
     except subprocess.TimeoutExpired:
         return "failed" if not on else "timed out"
     except OSError as error:

@@ -268,6 +268,11 @@ void tp_bind_free(tp_core *core, tp_addr addr) {
     tp_free(core, addr);
 }
 
+const char *tp_bind_lacks_memory(void) {
+    const tp_bind_operators *operators = atomic_load(&operators_part);
+    return operators == NULL ? NULL : operators->lacks_memory();
+}
+
 tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream, tp_addr *out,
                         tp_oom *oom, tp_error *error) {
     const tp_bind_operators *operators = atomic_load(&operators_part);

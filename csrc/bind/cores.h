@@ -39,6 +39,8 @@ typedef struct tp_bind_operators {
     void (*freed)(tp_addr addr);   /* before every tp_free */
     void (*drop)(tp_core *core, tp_addr addr); /* tp_hooks.drop */
     void (*bring_back)(tp_core *core);         /* all that is dropped */
+    /* Why this thread's operator cannot go on for want of memory; NULL: it can. */
+    const char *(*lacks_memory)(void);
 } tp_bind_operators;
 
 /* The framework's own allocator on a device, which shares the core's budget (tp_hooks). */
@@ -73,6 +75,10 @@ bool tp_bind_close_sim(void);
  * operator. */
 TP_API TP_MUST_USE tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream,
                                            tp_addr *out, tp_oom *oom, tp_error *error);
+
+/* Before a door allocates, here or natively: the text of the exception that is due; NULL: none. Valid
+ * until this thread's operator ends. */
+TP_API const char *tp_bind_lacks_memory(void);
 
 /* tp_free for a door. */
 TP_API void tp_bind_free(tp_core *core, tp_addr addr);

@@ -6,6 +6,7 @@
 #include "bind/torch_glue.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <torch/csrc/Storage.h>
 
 #include <atomic>
 #include <mutex>
@@ -35,6 +36,7 @@ void door_delete(void *ptr) {
 class CpuDoor final : public c10::Allocator {
   public:
     c10::DataPtr allocate(size_t n) override {
+        throw_if_memory_lacks();
         if (n >= large_min.load(std::memory_order_relaxed)) {
             tp_core *core = tp_core_at(TP_SLOT_SIM);
             if (core != nullptr) {
@@ -251,15 +253,38 @@ PyObject *cpu_recompute_counts(PyObject *, PyObject *) {
                          counts.refused_inputs);
 }
 
-PyObject *cpu_bring_back(PyObject *, PyObject *object) {
+/* Null: it has none of its own. */
+c10::StorageImpl *any_storage_of(PyObject *object) {
+    if (THPStorage_Check(object)) return THPStorage_Unpack(object).unsafeGetStorageImpl();
+    if (!THPVariable_Check(object)) return nullptr;
+    const c10::Storage &storage =
+        THPVariable_Unpack(object).unsafeGetTensorImpl()->unsafe_storage();
+    return storage ? storage.unsafeGetStorageImpl() : nullptr;
+}
+
+PyObject *cpu_bring_back(PyObject *, PyObject *args) {
     HANDLE_TH_ERRORS
+    PyObject *object = nullptr;
+    int write = 0;
+    if (!PyArg_ParseTuple(args, "O|p", &object, &write)) return nullptr;
     if (object == Py_None) return PyBool_FromLong(recompute_bring_all_back(nullptr));
-    c10::StorageImpl *storage = storage_of(object);
-    if (storage == nullptr) return nullptr;
-    const std::vector<Touch> touches{{storage, false}};
-    (void)recompute_before_region(touches);
-    return PyBool_FromLong(!recompute_any_dropped(touches));
+    c10::StorageImpl *storage = recompute_tracks() ? any_storage_of(object) : nullptr;
+    if (storage == nullptr) Py_RETURN_TRUE;
+    return PyBool_FromLong(recompute_before_region({{storage, write != 0}}));
     END_HANDLE_TH_ERRORS
+}
+
+PyObject *cpu_is_dropped(PyObject *, PyObject *object) {
+    c10::StorageImpl *storage = any_storage_of(object);
+    return PyBool_FromLong(storage != nullptr && recompute_any_dropped({{storage, false}}));
+}
+
+PyObject *cpu_recompute_rules_off(PyObject *, PyObject *arg) {
+    const unsigned long mask = PyLong_AsUnsignedLong(arg);
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    recompute_rules_off(static_cast<uint32_t>(mask));
+    hook_forget_operators();
+    Py_RETURN_NONE;
 }
 
 PyObject *cpu_hook_watches(PyObject *, PyObject *) { return PyBool_FromLong(hook_watches()); }
@@ -278,7 +303,9 @@ PyMethodDef methods[] = {
     {"hook_forced", cpu_hook_forced, METH_O, nullptr},
     {"recompute_mode", cpu_recompute_mode, METH_O, nullptr},
     {"recompute_counts", cpu_recompute_counts, METH_NOARGS, nullptr},
-    {"bring_back", cpu_bring_back, METH_O, nullptr},
+    {"is_dropped", cpu_is_dropped, METH_O, nullptr},
+    {"recompute_rules_off", cpu_recompute_rules_off, METH_O, nullptr},
+    {"bring_back", cpu_bring_back, METH_VARARGS, nullptr},
     {"defer_collectives", cpu_defer_collectives, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

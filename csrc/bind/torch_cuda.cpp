@@ -505,6 +505,7 @@ class CudaDoor final : public cca::CUDAAllocator {
 
     /* c10::Allocator */
     c10::DataPtr allocate(size_t n) override {
+        throw_if_memory_lacks();
         const Device device = c10::cuda::current_device();
         const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
         if (tp_core *core = serving_core(device, n, stream)) {

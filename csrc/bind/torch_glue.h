@@ -31,6 +31,14 @@ namespace torchpager {
     throw c10::Error(where, std::string(text));
 }
 
+/* Before a door allocates: raises what this thread's operator is due. */
+inline void throw_if_memory_lacks() {
+    const char *text = tp_bind_lacks_memory();
+    if (C10_LIKELY(text == nullptr)) return;
+    throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                std::string(text));
+}
+
 /* A block for a door, or the exception. */
 inline void *alloc_or_throw(tp_core *core, int slot, size_t bytes, tp_stream stream) {
     tp_oom oom{};

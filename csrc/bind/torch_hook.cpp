@@ -147,6 +147,9 @@ const char *const kPointToPoint[] = {"c10d::send", "c10d::recv_", "c10d::recv_an
 /* Copies its input although its schema says "view". */
 const char *const kNotAView[] = {"aten::_sparse_broadcast_to"};
 
+/* Of these, the ones that ask the storage for its address. */
+const char *const kAsksForPointer[] = {"aten::is_pinned", "aten::record_stream"};
+
 template <size_t N> bool listed(const char *const (&list)[N], const char *name) {
     for (const char *item : list) {
         if (std::strcmp(item, name) == 0) return true;
@@ -204,13 +207,15 @@ struct ArgumentUse {
 
 struct OperatorUse {
     size_t argument_count = 0, return_count = 0;
-    bool frame = true;        /* false: it calls others, or makes views; nothing to do */
-    bool exports = false;     /* it reads by pointer what nothing else announces: those operands
+    bool frame = true;       /* false: it calls others, or makes views; nothing to do */
+    bool exports = false;    /* it reads by pointer what nothing else announces: those operands
                                 become immovable */
-    bool collective = false;  /* its work goes on after it has returned */
-    bool waited_for = false;  /* and on CPU tensors is done only once the program has waited */
-    bool makes_empty = false; /* see kMakesEmpty */
-    bool view = false;        /* it makes views */
+    bool collective = false; /* its work goes on after it has returned */
+    bool waited_for = false; /* and on CPU tensors is done only once the program has waited */
+    bool asks_for_pointer = false;         /* but neither reads nor writes */
+    bool makes_empty = false;              /* see kMakesEmpty */
+    bool view = false;                     /* it makes views */
+    bool foreign = false;                  /* not PyTorch's own: nobody knows what it keeps */
     std::optional<c10::OperatorHandle> op; /* with what is known of running it again */
     Rerunnable rerun;
     uint32_t name = 0;                  /* tp_op.name */
@@ -258,6 +263,8 @@ bool declares_writes(const c10::FunctionSchema &schema) {
 
 /* All returns alias an input and nothing is written. */
 bool only_makes_views(const c10::FunctionSchema &schema) {
+    /* What it says to autograd is that they do not. */
+    if (schema.name() == "aten::_unsafe_view") return true;
     if (schema.returns().empty() || declares_writes(schema)) return false;
     for (const auto &result : schema.returns()) {
         if (result.alias_info() == nullptr) return false;
@@ -298,10 +305,12 @@ OperatorUse describe(const c10::OperatorHandle &op) {
         describe_pointers(schema, use);
         return use;
     }
+    use.foreign = !aten;
     use.makes_empty = aten && listed(kMakesEmpty, name);
     use.op = op;
     use.rerun = rerunnable(op);
-    if (aten && listed(kReadsNothing, name)) return use;
+    use.asks_for_pointer = aten && listed(kAsksForPointer, name);
+    if (aten && listed(kReadsNothing, name) && !use.asks_for_pointer) return use;
     use.collective = starts_with(name, "c10d::");
     use.waited_for = use.collective && listed(kPointToPoint, name);
     const bool all_written = aten ? listed(kWritesUnannotated, name) : !declares_writes(schema);
@@ -367,6 +376,8 @@ struct Frame {
     bool backward = false;          /* likewise */
     bool rerun = false;             /* likewise */
     bool may_rerun = false;         /* likewise: tp_op.recipe */
+    bool lacks_memory = false;      /* what it uses could not be made again */
+    bool foreign = false;           /* as in OperatorUse */
     std::shared_ptr<Recipe> recipe; /* of the operator; null: it has none */
     std::vector<tp_addr> born;      /* with a recipe: the blocks allocated in it */
     std::atomic<bool> ended{false};
@@ -530,7 +541,7 @@ Frame *Thread::push() {
     frame->id = pthread_self();
     frame->ended.store(false, std::memory_order_relaxed);
     frame->name = 0;
-    frame->rerun = frame->may_rerun = false;
+    frame->rerun = frame->may_rerun = frame->lacks_memory = frame->foreign = false;
     frame->backward = torch::autograd::get_current_graph_task_id() >= 0;
     frame->outer = top();
     top_ = frame;
@@ -754,6 +765,9 @@ bool is_opaque(const at::RecordFunction &fn) {
 
 std::unique_ptr<at::ObserverContext> start_region(Thread *thread,
                                                   const at::RecordFunction &fn) {
+    if (fn.scope() == at::RecordScope::BACKWARD_FUNCTION && recompute_tracks()) {
+        recompute_node_runs(static_cast<uint64_t>(fn.seqNr()), fn.forwardThreadId());
+    }
     if (!is_opaque(fn)) return nullptr;
     thread->operands.clear();
     bool compiled = false;
@@ -854,6 +868,7 @@ template <class Values> size_t start_of_own(const Values &values, size_t own_cou
 void collect_operands(Thread *thread, const OperatorUse &use,
                       c10::ArrayRef<const c10::IValue> inputs, std::vector<Touch> *touches) {
     thread->operands.clear();
+    if (touches == nullptr && use.asks_for_pointer) return;
     const size_t start = start_of_own(inputs, use.argument_count);
     for (const ArgumentUse &argument : use.arguments) {
         if (start + argument.idx >= inputs.size()) break;
@@ -876,10 +891,11 @@ void collect_operands(Thread *thread, const OperatorUse &use,
     std::vector<Touch> touches; /* reruns use the thread's own */
     touches.swap(thread->touches);
     for (int round = 0; round < 3; round++) {
-        (void)recompute_before_operator(touches);
+        const bool all =
+            use.foreign ? recompute_before_region(touches) : recompute_before_operator(touches);
         hold.emplace();
-        if (!recompute_any_dropped(touches)) break;
-        hold.reset();
+        if (!all || !recompute_any_dropped(touches)) break;
+        hold.reset(); /* another thread has dropped one since */
     }
     touches.swap(thread->touches);
     collect_operands(thread, use, inputs, nullptr);
@@ -992,6 +1008,7 @@ FrameContext::~FrameContext() {
     Frame *frame = frame_;
     Thread *current = this_thread(frame);
     if (!frame->ended.load(std::memory_order_acquire)) end_frame(frame, current, nullptr);
+    if (C10_UNLIKELY(frame->lacks_memory)) recompute_forget_memory();
     /* A frame ended elsewhere stays with its own thread, which may still have it on its
      * stack. */
     if (current != nullptr && frame->thread == current) current->recycle(frame);
@@ -1000,10 +1017,13 @@ FrameContext::~FrameContext() {
 /* Whether the operator has a recipe: if so, no operator inside of it needs one. */
 bool may_rerun(const Thread *thread, const Frame *frame, const OperatorUse &use,
                const at::RecordFunction &fn) {
-    if (!use.rerun.possible || thread->region_count > 0) return false;
+    if (!use.rerun.possible) return false;
+    bool opaque = thread->region_count > 0;
     for (const Frame *outer = frame->outer; outer != nullptr; outer = outer->outer) {
         if (outer->may_rerun || outer->rerun) return false;
+        opaque = opaque || outer->foreign;
     }
+    if (opaque && recompute_region_matters()) return false;
     return recompute_may_rerun(use.rerun, fn.inputs());
 }
 
@@ -1030,7 +1050,10 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
                                                     const at::RecordFunction &fn) {
     if (C10_UNLIKELY(use.view && !use.exports)) return start_view(use, fn);
     std::optional<RecomputeHold> hold;
+    const bool lacked_memory = recompute_lacks_memory() != nullptr; /* of an operator around */
     collect_operands(thread, use, fn.inputs(), hold);
+    const bool lacks_memory = !lacked_memory && recompute_lacks_memory() != nullptr;
+    if (C10_UNLIKELY(lacks_memory) && !use.frame) recompute_forget_memory();
     std::unique_ptr<at::ObserverContext> context;
     if (C10_LIKELY(use.frame)) {
         Frame *frame = thread->push();
@@ -1039,6 +1062,8 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
         frame->collective = use.collective;
         frame->waited_for = use.waited_for;
         frame->name = use.name;
+        frame->lacks_memory = lacks_memory;
+        frame->foreign = use.foreign;
         context.reset(new (frame) FrameContext(frame));
         if (C10_UNLIKELY(recompute_mode() != kRecomputeOff)) {
             frame->may_rerun = may_rerun(thread, frame, use, fn);
@@ -1295,9 +1320,10 @@ void disable_in_child() {
     recompute_disable_after_fork();
 }
 
-const tp_bind_operators operators_part = {allocating,     on_alloc,           on_arm,
-                                          settle,         collectives_forget, freed,
-                                          recompute_drop, bring_all_back};
+const tp_bind_operators operators_part = {
+    allocating,     on_alloc,           on_arm,
+    settle,         collectives_forget, freed,
+    recompute_drop, bring_all_back,     recompute_lacks_memory};
 
 } // namespace
 
@@ -1327,6 +1353,8 @@ uint64_t hook_call_count() {
     }
     return total;
 }
+
+void hook_forget_operators() { operator_set_version++; }
 
 bool hook_watches() {
     return level_in_force.load(std::memory_order_relaxed) == TP_ARM_FULL &&

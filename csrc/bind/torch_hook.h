@@ -18,6 +18,8 @@ void hook_connect();
 void hook_force(tp_arming level);
 /* Operators seen so far, on all threads. */
 uint64_t hook_call_count();
+/* What is known of operators by name is found out anew. */
+void hook_forget_operators();
 /* True while the callback is told of every operator. */
 bool hook_watches();
 

@@ -4,6 +4,9 @@
 #define TP_BIND_TORCH_NUMERICS_H
 
 #include <ATen/Context.h>
+#include <c10/core/DefaultDtype.h>
+
+#include <initializer_list>
 
 namespace torchpager {
 
@@ -15,6 +18,7 @@ struct Numerics {
     at::CuBLASReductionOption half, bfloat16;
     bool deterministic, warn_only, deterministic_cudnn, benchmark, cudnn;
     bool flash, efficient, math, cudnn_attention, overrideable;
+    c10::ScalarType dtype; /* of results that mix integers with Python's numbers */
 
     static Numerics now() {
         const at::Context &context = at::globalContext();
@@ -34,7 +38,8 @@ struct Numerics {
                 context.userEnabledMemEfficientSDP(),
                 context.userEnabledMathSDP(),
                 context.userEnabledCuDNNSDP(),
-                context.userEnabledOverrideableSDP()};
+                context.userEnabledOverrideableSDP(),
+                c10::get_default_dtype_as_scalartype()};
     }
 
     bool operator==(const Numerics &other) const {
@@ -44,7 +49,19 @@ struct Numerics {
                deterministic_cudnn == other.deterministic_cudnn &&
                benchmark == other.benchmark && cudnn == other.cudnn && flash == other.flash &&
                efficient == other.efficient && math == other.math &&
-               cudnn_attention == other.cudnn_attention && overrideable == other.overrideable;
+               cudnn_attention == other.cudnn_attention && overrideable == other.overrideable && dtype == other.dtype;
+    }
+
+    uint64_t hash() const {
+        uint64_t hash = 0;
+        for (const int each :
+             {static_cast<int>(matmul), static_cast<int>(conv), static_cast<int>(rnn),
+              static_cast<int>(half), static_cast<int>(bfloat16), int{deterministic},
+              int{deterministic_cudnn}, int{benchmark}, int{cudnn}, int{flash}, int{efficient},
+              int{math}, int{cudnn_attention}, int{overrideable}, static_cast<int>(dtype)}) {
+            hash = hash * 31 + static_cast<uint64_t>(each);
+        }
+        return hash;
     }
 
     void set() const {
@@ -66,6 +83,7 @@ struct Numerics {
         context.setSDPUseMath(math);
         context.setSDPUseCuDNN(cudnn_attention);
         context.setSDPUseOverrideable(overrideable);
+        c10::set_default_dtype(c10::scalarTypeToTypeMeta(dtype));
     }
 };
 

@@ -28,6 +28,11 @@ std::atomic<uint32_t> recompute_tracked{0};
 
 namespace {
 
+std::atomic<uint32_t> rules_off{0};
+bool in_force(RecomputeRule rule) {
+    return (rules_off.load(std::memory_order_relaxed) & rule) == 0;
+}
+
 /* ---- which operators may run again --------------------------------------------------------- */
 
 /* Functional, and not the same bits each time: PyTorch says so of them on CUDA
@@ -117,11 +122,11 @@ Rerunnable rerunnable(const c10::OperatorHandle &op) {
     const char *name = schema.name().c_str();
     Rerunnable use;
     if (std::strncmp(name, "aten::", 6) != 0 || !is_functional(schema)) return use;
-    if (listed(kNotTheSame, name) || listed(kHasMemory, name) || listed(kMakesNothing, name)) {
-        return use;
-    }
+    if (listed(kNotTheSame, name) && in_force(kRuleNotTheSame)) return use;
+    if (listed(kHasMemory, name) && in_force(kRuleStatistics)) return use;
+    if (listed(kMakesNothing, name)) return use;
     if (op.hasTag(at::Tag::data_dependent_output)) return use;
-    if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+    if (op.hasTag(at::Tag::nondeterministic_seeded) && in_force(kRuleRandom)) {
         if (!listed(kAttention, name)) return use;
         const auto dropout = schema.argumentIndexWithName("dropout_p");
         if (!dropout.has_value()) return use;
@@ -144,6 +149,22 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 
 struct Dropped;
 
+/* A node of autograd, which each version of torch counts in its own way. */
+template <class Pointer> struct Weak;
+template <class T> struct Weak<std::shared_ptr<T>> {
+    Weak() = default;
+    explicit Weak(const std::shared_ptr<T> &strong) : pointer(strong) {}
+    bool expired() const { return pointer.expired(); }
+    std::weak_ptr<T> pointer;
+};
+template <class T> struct Weak<c10::intrusive_ptr<T>> {
+    Weak() = default;
+    explicit Weak(const c10::intrusive_ptr<T> &strong) : pointer(strong) {}
+    bool expired() const { return !pointer.has_value() || pointer->use_count() == 0; }
+    std::optional<c10::weak_intrusive_ptr<T>> pointer;
+};
+using WeakNode = Weak<std::decay_t<decltype(std::declval<const at::Tensor &>().grad_fn())>>;
+
 /* A storage that a recipe has made. */
 struct Made {
     explicit Made(WeakStorage its) : storage(std::move(its)) {}
@@ -153,9 +174,10 @@ struct Made {
     tp_core *core = nullptr;
     tp_addr addr = 0; /* 0: it is dropped, or gone */
     size_t bytes = 0;
-    size_t own = 0;  /* references to the storage that the operator itself left behind:
-                        what autograd keeps of results */
-    size_t held = 0; /* ours: it is needed by what is dropped */
+    size_t own = 0; /* references to the storage that the operator itself left behind:
+                        what autograd keeps of results, in `saver`, until that runs */
+    WeakNode saver;
+    size_t held = 0;                 /* ours: it is needed by what is dropped */
     std::vector<WeakTensor> tensors; /* the result, and the views of it that operators made */
     bool refused = false;            /* code that we cannot see has used it */
     Dropped *dropped = nullptr;
@@ -230,6 +252,8 @@ struct Registry {
     std::unordered_map<const c10::StorageImpl *, std::vector<std::weak_ptr<Recipe>>> readers;
     std::unordered_map<const c10::StorageImpl *, std::vector<Made *>> dependents;
     std::unordered_set<Dropped *> dropped;
+    std::unordered_map<uint64_t, std::vector<std::weak_ptr<Made>>> savers; /* by node_key */
+    size_t readers_limit = 1024, savers_limit = 1024; /* where they are swept */
     std::vector<Pending> pending;
     std::atomic<bool> has_pending{false};
     std::unordered_map<uint64_t, bool> kinds; /* true: tried, and the same bits */
@@ -264,6 +288,12 @@ std::atomic<bool> disabled{false}; /* after a fork */
 std::atomic<int> holds{0};         /* threads between finding addresses and pinning them */
 std::atomic<bool> dropping{false};
 thread_local bool rerunning = false;
+/* To make again what the operator in progress uses. */
+thread_local bool lacks_memory = false;
+thread_local std::string no_memory; /* says so */
+
+const char *const kGivenUp =
+    "torchpager gave up the bytes of this tensor, which can be made again, and ";
 
 /* One rerun at a time: what they do is short, and they bring back for each other. */
 std::recursive_mutex &rerun_mutex() {
@@ -380,33 +410,35 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
     return hash * 0xBF58476D1CE4E5B9u;
 }
 
+uint64_t bits_of(double number) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, &number, sizeof bits);
+    return bits;
+}
+
 /* What the operator is given, except tensors. False: it cannot be kept. */
 bool plain_value(const c10::IValue &value, uint64_t *hash) {
-    *hash = mixed(*hash, static_cast<uint64_t>(value.isNone()));
-    if (value.isNone()) return true;
-    if (value.isInt()) return *hash = mixed(*hash, static_cast<uint64_t>(value.toInt())), true;
-    if (value.isBool()) return *hash = mixed(*hash, value.toBool() ? 3u : 5u), true;
-    if (value.isDouble()) {
-        const double number = value.toDouble();
-        uint64_t bits = 0;
-        std::memcpy(&bits, &number, sizeof bits);
-        return *hash = mixed(*hash, bits), true;
-    }
-    if (value.isString()) {
-        return *hash = mixed(*hash, std::hash<std::string>{}(value.toStringRef())), true;
-    }
+    /* With its type: true is not 1, and a list is not its items. */
+    const auto note = [hash](uint64_t type, uint64_t bits) {
+        *hash = mixed(mixed(*hash, type), bits);
+        return true;
+    };
+    if (value.isNone()) return note(1, 0);
+    if (value.isInt()) return note(2, static_cast<uint64_t>(value.toInt()));
+    if (value.isBool()) return note(3, value.toBool());
+    if (value.isDouble()) return note(4, bits_of(value.toDouble()));
+    if (value.isString()) return note(5, std::hash<std::string>{}(value.toStringRef()));
     if (value.isComplexDouble()) {
         const auto number = value.toComplexDouble();
-        *hash = mixed(*hash, std::hash<double>{}(number.real()));
-        return *hash = mixed(*hash, std::hash<double>{}(number.imag())), true;
+        return note(6, bits_of(number.real())) && note(6, bits_of(number.imag()));
     }
     if (value.isDevice()) {
         const c10::Device device = value.toDevice();
-        return *hash = mixed(*hash, static_cast<uint64_t>(device.type()) << 8 |
-                                        static_cast<uint8_t>(device.index())),
-               true;
+        return note(7, static_cast<uint64_t>(device.type()) << 8 |
+                           static_cast<uint8_t>(device.index()));
     }
     if (value.isList()) {
+        (void)note(8, value.toListRef().size());
         for (const auto &item : value.toListRef()) {
             if (!plain_value(item, hash)) return false;
         }
@@ -416,6 +448,7 @@ bool plain_value(const c10::IValue &value, uint64_t *hash) {
 }
 
 void hash_geometry(const Geometry &geometry, uint64_t *hash) {
+    *hash = mixed(*hash, geometry.sizes.size());
     for (const int64_t size : geometry.sizes) *hash = mixed(*hash, static_cast<uint64_t>(size));
     for (const int64_t stride : geometry.strides) {
         *hash = mixed(*hash, static_cast<uint64_t>(stride));
@@ -424,6 +457,17 @@ void hash_geometry(const Geometry &geometry, uint64_t *hash) {
     *hash = mixed(*hash, static_cast<uint64_t>(c10::typeMetaToScalarType(geometry.dtype)));
     *hash = mixed(*hash, geometry.keys.raw_repr());
     *hash = mixed(*hash, geometry.wrapped_number ? 7u : 11u);
+}
+
+/* Whether code that announces nothing may write to it: its address has been handed out, or its
+ * memory is not PyTorch's. */
+bool is_written_unseen(c10::StorageImpl *storage) {
+    if (!in_force(kRuleForeign)) return false;
+    const tp_addr addr = addr_of_storage(storage);
+    tp_core *core = tp_core_owning(addr);
+    tp_block_info info;
+    if (core == nullptr) return addr != 0 && !storage->resizable();
+    return tp_block_query(core, addr, &info) && info.immovable;
 }
 
 /* An argument that is a tensor, or an item of a list. False: the operator has no recipe. */
@@ -440,8 +484,13 @@ bool capture_tensor(Recipe &recipe, const at::Tensor &tensor, uint32_t argument,
     geometry.offset = impl->storage_offset();
     geometry.dtype = impl->dtype();
     geometry.wrapped_number = impl->is_wrapped_number();
-    hash_geometry(geometry, &recipe.kind);
     c10::StorageImpl *its = storage.unsafeGetStorageImpl();
+    if (is_written_unseen(its)) return false;
+    recipe.kind = mixed(recipe.kind, argument);
+    recipe.kind = mixed(recipe.kind, static_cast<uint64_t>(item));
+    hash_geometry(geometry, &recipe.kind);
+    /* Some operators choose their kernel by it. */
+    recipe.kind = mixed(recipe.kind, tensor.requires_grad() ? 13u : 17u);
     Input input(storage.getWeakStorageImpl());
     input.argument = argument;
     input.item = item;
@@ -499,6 +548,7 @@ bool capture_argument(Recipe &recipe, const c10::IValue &value, uint32_t argumen
 
 /* Whether the operator is the one below autocast that does the work. */
 bool is_below_autocast(const Rerunnable &use) {
+    if (!in_force(kRuleAutocast)) return true;
     return !(use.autocast_cuda && at::autocast::is_autocast_enabled(at::kCUDA)) &&
            !(use.autocast_cpu && at::autocast::is_autocast_enabled(at::kCPU));
 }
@@ -510,9 +560,13 @@ bool is_plain_thread() {
         c10::DispatchKeySet(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) |
         c10::DispatchKeySet(c10::DispatchKey::FuncTorchDynamicLayerBackMode) |
         c10::DispatchKeySet(c10::DispatchKey::Functionalize);
-    return !keys.included_.has_any(others) &&
-           torch::autograd::get_current_graph_task_id() < 0 &&
-           at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+    if (keys.included_.has_any(others)) return false;
+    /* Gradients go where Python finds them, and nothing that autograd counts keeps them. */
+    if (torch::autograd::get_current_graph_task_id() >= 0 && in_force(kRuleBackward)) {
+        return false;
+    }
+    /* A hook is given results before the operator has ended. */
+    return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() || !in_force(kRuleHooks);
 }
 
 c10::Stream current_stream(c10::Device device) {
@@ -559,6 +613,8 @@ std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op,
     auto recipe = std::make_shared<Recipe>(op, numerics, current_stream(device));
     recipe->kind = mixed(reinterpret_cast<uintptr_t>(op.schema().name().c_str()),
                          reinterpret_cast<uintptr_t>(op.schema().overload_name().c_str()));
+    recipe->kind = mixed(recipe->kind, numerics.hash());
+    recipe->kind = mixed(recipe->kind, at::GradMode::is_enabled() ? 19u : 23u);
     recipe->stack.reserve(count);
     for (size_t i = 0; i < count; i++) {
         if (!capture_argument(*recipe, inputs[start + i], static_cast<uint32_t>(i))) {
@@ -591,6 +647,31 @@ void add_tensor(Made &made, const at::Tensor &tensor) {
         if (known._unsafe_get_target() == tensor.unsafeGetTensorImpl()) return;
     }
     made.tensors.emplace_back(tensor.getIntrusivePtr());
+}
+
+/* What is gone goes when a map has doubled. */
+template <class Map> void sweep(Map &map, size_t &limit) {
+    if (map.size() < limit) return;
+    for (auto it = map.begin(); it != map.end();) {
+        const auto &list = it->second;
+        const bool gone = std::all_of(list.begin(), list.end(),
+                                      [](const auto &each) { return each.expired(); });
+        it = gone ? map.erase(it) : std::next(it);
+    }
+    limit = std::max(limit, 2 * map.size());
+}
+
+uint64_t node_key(uint64_t sequence, uint64_t thread) { return mixed(sequence, thread); }
+
+/* Who holds the references to the storage that the operator has left behind. */
+void note_saver(Registry &r, const std::shared_ptr<Made> &made, const at::Tensor &tensor) {
+    const auto &node = tensor.grad_fn();
+    if (node == nullptr) {
+        made->refused = true; /* somebody else */
+        return;
+    }
+    made->saver = WeakNode(node);
+    r.savers[node_key(node->sequence_nr(), node->thread_id())].push_back(made);
 }
 
 void read_by(Registry &r, const std::shared_ptr<Recipe> &recipe) {
@@ -637,12 +718,15 @@ void recompute_captured(const std::shared_ptr<Recipe> &recipe,
         one->bytes = storage->unsafeGetStorageImpl()->nbytes();
         one->own = storage->use_count() - 1;
         add_tensor(*one, tensor);
+        if (one->own > 0) note_saver(r, one, tensor);
         recipe->outputs.back() = one;
         r.live.emplace(addr, one);
         made.push_back(std::move(one));
     };
     for (const c10::IValue &output : outputs) each_tensor(output, note);
     if (!made.empty()) read_by(r, recipe);
+    sweep(r.readers, r.readers_limit);
+    sweep(r.savers, r.savers_limit);
     count_tracked(r);
 }
 
@@ -697,7 +781,8 @@ class Quiet {
         : keys_(c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
                 c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                     c10::autocast_dispatch_keyset | c10::python_ks),
-          device_(recipe.stream.device()), numerics_(recipe.numerics) {
+          device_(recipe.stream.device()),
+          numerics_(in_force(kRuleNumerics) ? recipe.numerics : Numerics::now()) {
         rerunning = true;
         tp_bind_keep_python_out(true);
         const c10::Stream now = current_stream(recipe.stream.device());
@@ -723,23 +808,22 @@ class Quiet {
     const NumericsGuard numerics_;
 };
 
-bool bring_back(const std::shared_ptr<Made> &made, Again &again);
+void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again);
 
 std::vector<at::Tensor> execute(const std::shared_ptr<Recipe> &recipe, Again &again);
 
 c10::Storage bytes_of(const Input &input, Again &again) {
-    if (input.kept) return input.kept;
     auto storage = input.storage.lock();
     if (storage != nullptr) {
         Dropped *dropped = dropped_of(storage.get());
-        if (dropped != nullptr && !bring_back(dropped->made, again)) {
-            throw std::runtime_error("an input could not be made again");
+        if (dropped != nullptr) bring_back_or_throw(dropped->made, again);
+        const bool empty = addr_of_storage(storage.get()) == 0 && input.bytes > 0;
+        if (storage->nbytes() != input.bytes || empty) {
+            throw std::runtime_error("the storage of an input has been resized");
         }
         return c10::Storage(std::move(storage));
     }
-    if (input.made == nullptr) {
-        throw std::runtime_error("an input is gone");
-    }
+    if (input.made == nullptr) throw std::runtime_error("an input is gone");
     const auto found = again.find(input.made.get());
     if (found != again.end()) return found->second.storage();
     const auto outputs = execute(input.made->recipe, again);
@@ -750,6 +834,7 @@ c10::Storage bytes_of(const Input &input, Again &again) {
 
 /* The tensors that the operator returns, made once more. Throws what it throws. */
 std::vector<at::Tensor> execute(const std::shared_ptr<Recipe> &recipe, Again &again) {
+    if (!recipe->valid) throw std::runtime_error("an input has been written since");
     torch::jit::Stack stack = recipe->stack;
     for (size_t i = 0; i < stack.size(); i++) {
         if (stack[i].isList()) stack[i] = stack[i].toList().copy();
@@ -803,38 +888,54 @@ void take_over(const std::shared_ptr<Made> &made, const at::Tensor &tensor) {
     count_tracked(r);
 }
 
-/* Also what else the recipe makes. False: it could not, and the storage says why. */
-bool bring_back(const std::shared_ptr<Made> &made, Again &again) {
+/* Also what else the recipe makes. Throws what the operator throws; the storage says why then. */
+void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again) {
     const Guard lock(rerun_mutex());
     {
         const Guard guard(registry().mutex);
-        if (made->dropped == nullptr) return true;
+        if (made->dropped == nullptr) return;
     }
     try {
         const auto recipe = made->recipe;
         const auto outputs = execute(recipe, again);
         for (size_t i = 0; i < outputs.size() && i < recipe->outputs.size(); i++) {
             const auto its = recipe->outputs[i].lock();
-            if (its != nullptr && its->dropped != nullptr) take_over(its, outputs[i]);
+            if (its == nullptr || its->dropped == nullptr) continue;
+            if (outputs[i].storage().nbytes() != its->bytes) {
+                throw std::runtime_error("it has made a tensor of another size");
+            }
+            take_over(its, outputs[i]);
         }
-        return true;
     } catch (const std::exception &error) {
+        const auto *known = dynamic_cast<const c10::Error *>(&error);
+        const std::string why =
+            known != nullptr ? known->what_without_backtrace() : error.what();
         const Guard guard(registry().mutex);
         registry().counts.failed_reruns++;
         const auto storage = made->storage.lock();
         if (storage != nullptr && made->dropped != nullptr) {
-            refuse_pointer(storage.get(),
-                           std::string("torchpager gave up the bytes of this tensor, which can "
-                                       "be made again, and making them failed: ") +
-                               error.what());
+            refuse_pointer(storage.get(), kGivenUp + ("making them failed: " + why));
         }
-        return false;
+        throw;
     }
 }
 
-bool bring_back(const std::shared_ptr<Made> &made) {
+/* False: it could not. */
+bool bring_back(const std::shared_ptr<Made> &made, bool for_operator) {
     Again again;
-    return bring_back(made, again);
+    try {
+        bring_back_or_throw(made, again);
+        return true;
+    } catch (const c10::OutOfMemoryError &error) {
+        if (!for_operator) return false;
+        no_memory = std::string("torchpager gave up bytes of a tensor that this operator uses, "
+                                "which can be made again, and there is no memory for that: ") +
+                    error.what_without_backtrace();
+        lacks_memory = true;
+    } catch (const std::exception &) {
+        /* Whoever asks for the pointer is told. */
+    }
+    return false;
 }
 
 /* ---- whether a storage may be dropped --------------------------------------------------------- */
@@ -849,13 +950,14 @@ bool is_held_by_python(const WeakTensor &tensor) {
 
 /* Every tensor over the storage is known, and none is within Python's reach. */
 bool is_out_of_reach(const Made &made, size_t use_count) {
-    size_t known = made.own + made.held;
+    const bool saved = !made.saver.expired() || !in_force(kRuleSaved);
+    size_t known = made.held + (saved ? made.own : 0);
     for (const WeakTensor &weak : made.tensors) {
         if (weak.use_count() == 0) continue;
-        if (is_held_by_python(weak)) return false;
+        if (in_force(kRulePython) && is_held_by_python(weak)) return false;
         known++;
     }
-    return use_count <= known;
+    return use_count <= known || !in_force(kRuleHolders);
 }
 
 /* Whether the recipe would find what it needs, which is added to `leaves`. */
@@ -863,7 +965,6 @@ bool finds_inputs(Registry &r, const Recipe &recipe, uint32_t depth,
                   std::vector<c10::Storage> &leaves) {
     if (!recipe.valid) return false;
     for (const Input &input : recipe.inputs) {
-        if (input.kept) continue;
         auto storage = input.storage.lock();
         if (storage == nullptr) {
             if (input.made == nullptr || depth >= kChainMax) return false;
@@ -904,13 +1005,14 @@ bool makes_the_same(const std::shared_ptr<Made> &made) {
         const Quiet quiet(*made->recipe);
         const HookCall call(kCallReruns, {{a, false}, {b, false}});
         return at::equal(a, b);
-    } catch (const std::exception &) {
+    } catch (...) {
         return false;
     }
 }
 
 /* Tried once for each kind of recipe. */
 bool is_trusted(const std::shared_ptr<Made> &made) {
+    if (!in_force(kRuleTrial)) return true;
     Registry &r = registry();
     const uint64_t kind = mixed(made->recipe->kind, made->output);
     {
@@ -937,9 +1039,9 @@ Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *
     c10::DataPtr &slot = storage->_mutable_data_ptr_no_checks();
     c10::DataPtr data(nullptr, dropped.get(), &dropped_ended, slot.device());
     std::swap(data, slot);
-    refuse_pointer(storage, "torchpager gave up the bytes of this tensor, which can be made "
-                            "again, and code that it does not see has asked for them: "
-                            "torchpager.pin() keeps a tensor as it is");
+    refuse_pointer(storage, std::string(kGivenUp) +
+                                "code that it does not see has asked for them: "
+                                "torchpager.pin() keeps a tensor as it is");
     tp_error error{};
     const tp_status status =
         tp_drop(made->core, made->addr, stream_for(storage), &dropped->token, &error);
@@ -969,7 +1071,7 @@ Drop try_drop(const std::shared_ptr<Made> &made) {
     {
         const Guard guard(r.mutex);
         if (storage == nullptr || made->addr == 0 || made->refused || !made->recipe->valid ||
-            !(made->recipe->numerics == Numerics::now())) {
+            (in_force(kRuleNumerics) && !(made->recipe->numerics == Numerics::now()))) {
             return Drop::NEVER;
         }
         if (!is_out_of_reach(*made, storage.use_count() - 1)) {
@@ -1026,6 +1128,7 @@ void try_pending(const std::vector<Touch> &touches) {
 
 /* What is about to be written: what was made of it comes back, and cannot be made any more. */
 void before_write(c10::StorageImpl *storage) {
+    if (!in_force(kRuleLeafWrite)) return;
     Registry &r = registry();
     std::vector<std::shared_ptr<Made>> back;
     {
@@ -1035,7 +1138,7 @@ void before_write(c10::StorageImpl *storage) {
             for (const Made *made : found->second) back.push_back(made->dropped->made);
         }
     }
-    for (const auto &made : back) (void)bring_back(made);
+    for (const auto &made : back) (void)bring_back(made, false);
     std::shared_ptr<Made> written; /* let go of with nothing held */
     const Guard guard(r.mutex);
     const auto readers = r.readers.find(storage);
@@ -1053,8 +1156,9 @@ void before_write(c10::StorageImpl *storage) {
     count_tracked(r);
 }
 
-bool bring_back_touched(const std::vector<Touch> &touches) {
-    bool changed = false, writes = false;
+/* False: something is dropped still. */
+bool bring_back_touched(const std::vector<Touch> &touches, bool for_operator) {
+    bool all = true, writes = false;
     for (const Touch &touch : touches) {
         writes = writes || touch.write;
         if (C10_LIKELY(addr_of_storage(touch.storage) != 0)) continue;
@@ -1064,25 +1168,23 @@ bool bring_back_touched(const std::vector<Touch> &touches) {
             Dropped *dropped = dropped_of(touch.storage);
             if (dropped != nullptr) made = dropped->made;
         }
-        if (made == nullptr) continue;
-        (void)bring_back(made);
-        changed = true;
+        if (made != nullptr) all = bring_back(made, for_operator) && all;
     }
     for (const Touch &touch : touches) {
         if (writes && touch.write) before_write(touch.storage);
     }
-    return changed;
+    return all;
 }
 
 } // namespace
 
 bool recompute_before_operator(const std::vector<Touch> &touches) {
-    if (rerunning || disabled.load()) return false;
+    if (rerunning || disabled.load()) return true;
     try {
         try_pending(touches);
-        return bring_back_touched(touches);
+        return bring_back_touched(touches, true);
     } catch (const std::bad_alloc &) {
-        return true;
+        return false;
     }
 }
 
@@ -1092,19 +1194,46 @@ bool recompute_any_dropped(const std::vector<Touch> &touches) {
 }
 
 bool recompute_before_region(const std::vector<Touch> &touches) {
-    if (rerunning || disabled.load()) return false;
+    if (rerunning || disabled.load()) return true;
     try {
-        const bool changed = bring_back_touched(touches);
+        const bool all = bring_back_touched(touches, false);
+        if (!in_force(kRuleRegion)) return all;
         Registry &r = registry();
         const Guard guard(r.mutex);
         for (const Touch &touch : touches) {
             const auto *made = live_at(r, touch.storage);
             if (made != nullptr) (*made)->refused = true;
         }
-        return changed;
+        return all;
     } catch (const std::bad_alloc &) {
-        return true;
+        return false;
     }
+}
+
+const char *recompute_lacks_memory() {
+    return C10_UNLIKELY(lacks_memory) && !rerunning ? no_memory.c_str() : nullptr;
+}
+
+void recompute_forget_memory() { lacks_memory = false; }
+
+void recompute_node_runs(uint64_t sequence, uint64_t thread) {
+    Registry &r = registry();
+    const Guard guard(r.mutex);
+    const auto found = r.savers.find(node_key(sequence, thread));
+    if (found == r.savers.end()) return;
+    for (const auto &weak : found->second) {
+        if (const auto made = weak.lock(); made != nullptr && in_force(kRuleSaved))
+            made->own = 0;
+    }
+    r.savers.erase(found);
+}
+
+bool recompute_region_matters() { return in_force(kRuleRegion); }
+
+void recompute_rules_off(uint32_t mask) {
+    rules_off.store(mask);
+    const Guard guard(registry().mutex);
+    registry().kinds.clear();
 }
 
 RecomputeHold::RecomputeHold() : counted_(!rerunning) {
@@ -1155,7 +1284,7 @@ bool recompute_bring_all_back(tp_core *core) {
         }
     }
     bool all = true;
-    for (const auto &made : back) all = bring_back(made) && all;
+    for (const auto &made : back) all = bring_back(made, false) && all;
     return all;
 }
 

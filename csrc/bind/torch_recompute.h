@@ -35,6 +35,27 @@ struct Rerunnable {
 };
 Rerunnable rerunnable(const c10::OperatorHandle &op);
 
+/* What keeps a tensor's bytes where they are, or lets them be made again as they were. A test can take
+ * each rule away; nothing else does. */
+enum RecomputeRule : uint32_t {
+    kRuleRandom = 1 << 0,     /* no operator that draws random numbers runs again */
+    kRuleStatistics = 1 << 1, /* nor one that keeps statistics */
+    kRuleNotTheSame = 1 << 2, /* nor one that makes other bits each time */
+    kRuleTrial = 1 << 3,      /* each kind runs beside a kept result first */
+    kRuleLeafWrite = 1 << 4,  /* before an input is written, what is made of it comes back */
+    kRulePython = 1 << 5,     /* what Python has a reference to stays */
+    kRuleHolders = 1 << 6,    /* and what somebody unknown has one to */
+    kRuleRegion = 1 << 7,     /* and what code uses or makes that nobody can look into */
+    kRuleHooks = 1 << 8,      /* and what is made while hooks are given what autograd saves */
+    kRuleAutocast = 1 << 9,   /* an operator runs again below autocast */
+    kRuleBackward = 1 << 10,  /* what a backward pass makes stays */
+    kRuleNumerics = 1 << 11,  /* settings are those of the first time */
+    kRuleForeign = 1 << 12,   /* no input is memory whose address was handed out */
+    kRuleSaved = 1 << 13      /* autograd holds what it has saved until its node has run */
+};
+/* The sum of those that are taken away. hook_forget_operators() goes with it. */
+void recompute_rules_off(uint32_t mask);
+
 /* ---- recipes ----------------------------------------------------------------------------- */
 
 class Recipe;
@@ -77,12 +98,21 @@ void recompute_note_views(c10::ArrayRef<c10::IValue> outputs);
 /* ---- dropping and bringing back -------------------------------------------------------------- */
 
 /* An operator begins that uses these: what is dropped of them comes back, and what was made of
- * those that are written. Tries drops that are due on others. True: addresses have changed. May
- * wait. */
+ * those that are written. Tries drops that are due on others. False: something could not be made
+ * again. May wait. */
 bool recompute_before_operator(const std::vector<Touch> &touches);
 bool recompute_any_dropped(const std::vector<Touch> &touches);
 /* The same for code that cannot be looked into: they are never dropped from now on. */
 bool recompute_before_region(const std::vector<Touch> &touches);
+/* Whether there is such code, as far as this file is asked. */
+bool recompute_region_matters();
+/* A node of autograd begins to run: what it has saved is its own no longer. */
+void recompute_node_runs(uint64_t sequence, uint64_t thread);
+
+/* Nobody can raise an exception before an operator. Where there is no memory to make again what it
+ * uses, it gets one from every allocator of ours, until it has ended: this is its text, or null. */
+const char *recompute_lacks_memory();
+void recompute_forget_memory();
 /* Between finding the addresses of operands and pinning them nothing is dropped. */
 class RecomputeHold {
   public:

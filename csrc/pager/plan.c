@@ -622,13 +622,13 @@ static tp_status plan_one_way(const tp_trace *trace, const tp_plan_config *confi
 }
 
 static tp_status check_config(const tp_plan_config *config, tp_error *error) {
-    /* Less than a byte a us, or more than 1024 TB/s, and the arithmetic of rates breaks
-     * down. */
+    /* Less than a byte a us in a direction, or more than 1024 TB/s, and the arithmetic of rates
+     * breaks down. */
     const uint64_t slowest = 1000000u, fastest = (uint64_t)1 << 50;
     if (config->granularity_bytes == 0 || config->extent_max_bytes == 0 ||
         config->extent_max_bytes % config->granularity_bytes != 0)
         return tp_error_set(error, TP_INVALID, "extents must be multiples of the granularity");
-    if (config->link_bytes_per_s < slowest || config->link_both_bytes_per_s < slowest ||
+    if (config->link_bytes_per_s < slowest || config->link_both_bytes_per_s < 2 * slowest ||
         config->link_bytes_per_s > fastest || config->link_both_bytes_per_s > fastest)
         return tp_error_set(error, TP_INVALID, "no such link");
     return TP_OK;

@@ -45,9 +45,16 @@ def recompute_mode(mode: int) -> None:
 def recompute_counts() -> dict[str, int]:
     """Return the fields of recompute.Recomputation."""
 
-def bring_back(tensor: torch.Tensor | None) -> bool:
-    """The bytes of a tensor are made again if they were dropped, and are not dropped any more.
-    None: those of all, for once. False: some could not be made."""
+def bring_back(thing: object, write: bool = False) -> bool:
+    """The bytes of a tensor or storage are made again if they were dropped, and are not dropped any
+    more. With write they are about to be written: so are those that are made of them. None: those
+    of all, for once. Other things: nothing. False: some could not be made."""
+
+def is_dropped(thing: object) -> bool:
+    """Whether a tensor or storage has no bytes now."""
+
+def recompute_rules_off(rules: int) -> None:
+    """For tests: do without these, a sum of RecomputeRule (csrc/bind/torch_recompute.h)."""
 
 def hook_forced(level: int) -> None:
     """Arm the hook regardless of watermarks (benchmarks and tests): 0 not, 1 for the

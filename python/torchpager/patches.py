@@ -15,6 +15,9 @@ operator; they are wrapped here, so that the block they use is in place:
   as long as it lives. DLPack's table of C functions is taken off the tensor class meanwhile, so
   that its users come through ``__dlpack__``.
 
+All of them first make again what was dropped (:mod:`torchpager.recompute`). Where only that is
+at stake, on CUDA devices, :func:`install_pointers` wraps what hands out pointers there.
+
 What cannot be wrapped: methods called on ``torch._C.TensorBase`` and ``torch._C.StorageBase``,
 which are immutable types; functions bound to a name before simulate() was entered; C++ code
 that takes pointers itself (``torch.jit.save``, gloo's sends and receives, compiled CPU kernels,
@@ -30,13 +33,14 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from torchpager import _control, _core
+from torchpager import _control, _core, _torch_cpu
 from torchpager._pins import Pins
 from torchpager._replacements import MISSING, Replacements
 
 _Method = Callable[..., Any]
 _Wrapper = Callable[[_Method], _Method]
 _installed = Replacements()
+_pointers = Replacements()
 
 
 class _InPlace(threading.local):
@@ -76,6 +80,38 @@ def uninstall() -> None:
     _installed.undo()
 
 
+def install_pointers() -> None:
+    """Have dropped bytes made again before a pointer to them is handed out, or resized.
+
+    Under ``_control.lock``. For CUDA devices: what :func:`install` wraps includes it.
+    """
+    uninstall_pointers()
+    try:
+        for owner, names in (
+            (torch.Tensor, ("data_ptr", "const_data_ptr")),
+            (
+                torch.UntypedStorage,
+                ("data_ptr", "resize_", "copy_", "fill_", "_share_cuda_"),
+            ),
+            (torch._C, ("_to_dlpack", "_to_dlpack_versioned")),
+            (torch, ("to_dlpack",)),
+            (torch.utils.dlpack, ("to_dlpack",)),
+        ):
+            for name in names:
+                if hasattr(owner, name):
+                    _pointers.put(owner, name, _bringing_back(getattr(owner, name)))
+        for exchange in _exchange_classes():
+            _pointers.put(exchange, "__dlpack_c_exchange_api__", MISSING)
+    except BaseException:
+        uninstall_pointers()
+        raise
+
+
+def uninstall_pointers() -> None:
+    """Restore what install_pointers() found. Interrupted, it may be called again."""
+    _pointers.undo()
+
+
 def _wrapped() -> list[tuple[Any, tuple[str, ...], _Wrapper]]:
     """Return which names of which owner get which wrapper."""
     tensor, storage = torch.Tensor, torch.UntypedStorage
@@ -86,7 +122,8 @@ def _wrapped() -> list[tuple[Any, tuple[str, ...], _Wrapper]]:
         (tensor, ("data_ptr",), _handing_out),
         (storage, ("__getitem__", "tolist", "_write_file"), _reading),
         (storage, ("__setitem__", "_set_from_file", "_byteswap", "byteswap"), _writing),
-        (storage, ("resize_",), _reading),
+        (storage, ("resize_",), _resizing),
+        (storage, ("copy_", "fill_", "_share_fd_cpu_", "_share_filename_cpu_"), _bringing_back),
         (storage, ("data_ptr",), _handing_out),
         (torch._C.PyTorchFileWriter, ("write_record",), _reading),
         (torch._C, ("_to_dlpack", "_to_dlpack_versioned"), _exporting),
@@ -105,10 +142,15 @@ def _exchange_classes() -> list[type]:
     ]
 
 
-def _blocks_of(args: tuple[Any, ...]) -> list[int]:
-    """Return the addresses of ours that the arguments stand for."""
+def _blocks_of(args: tuple[Any, ...], write: bool) -> list[int]:
+    """Return the addresses of ours that the arguments stand for.
+
+    What was dropped of them is made again first, and with ``write`` what was made of them.
+    Where that fails the call itself says why.
+    """
     addresses = []
     for arg in args:
+        _torch_cpu.bring_back(arg, write)
         if isinstance(arg, torch.Tensor):
             address = _control.tensor_address(arg)
         elif isinstance(arg, torch.UntypedStorage):
@@ -152,7 +194,7 @@ def _during(write: bool, function: _Method) -> _Method:
     def held(*args: Any, **kwargs: Any) -> Any:
         # A storage's tolist() reads item by item: what is in place already needs nothing more.
         addresses = [
-            address for address in _blocks_of(args) if address not in _in_place.addresses
+            address for address in _blocks_of(args, write) if address not in _in_place.addresses
         ]
         if not addresses:
             return function(*args, **kwargs)
@@ -176,6 +218,20 @@ def _reading(function: _Method) -> _Method:
     return _during(False, function)
 
 
+def _resizing(function: _Method) -> _Method:
+    return _bringing_back(_reading(function))
+
+
+def _bringing_back(function: _Method) -> _Method:
+    @functools.wraps(function)
+    def brought_back(*args: Any, **kwargs: Any) -> Any:
+        for arg in args:
+            _torch_cpu.bring_back(arg, True)
+        return function(*args, **kwargs)
+
+    return brought_back
+
+
 def _writing(function: _Method) -> _Method:
     return _during(True, function)
 
@@ -183,7 +239,7 @@ def _writing(function: _Method) -> _Method:
 def _handing_out(function: _Method) -> _Method:
     @functools.wraps(function)
     def touched(*args: Any, **kwargs: Any) -> Any:
-        for address in _blocks_of(args):
+        for address in _blocks_of(args, True):
             _core.touch(address, True)
         return function(*args, **kwargs)
 
@@ -193,7 +249,7 @@ def _handing_out(function: _Method) -> _Method:
 def _exporting(function: _Method) -> _Method:
     @functools.wraps(function)
     def exported(*args: Any, **kwargs: Any) -> Any:
-        for address in _blocks_of(args):
+        for address in _blocks_of(args, True):
             _core.export(address)
         return function(*args, **kwargs)
 
@@ -203,6 +259,7 @@ def _exporting(function: _Method) -> _Method:
 def _forget_in_child() -> None:
     """After fork nothing pages in the child."""
     uninstall()
+    uninstall_pointers()
 
 
 _control.after_fork(_forget_in_child)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchpager import _control, _core
+from torchpager import _control, _core, _torch_cpu
 from torchpager._pins import Pins
 from torchpager.adopt import tensors_in
 from torchpager.errors import translate, translated
@@ -95,6 +95,7 @@ def pin(thing: torch.Tensor | torch.nn.Module) -> Pin:
     known: set[int] = set()
     try:
         for tensor in tensors_in([thing]):
+            _torch_cpu.bring_back(tensor)
             address = _control.tensor_address(tensor)
             block = _core.block(address) if address else None
             if block is None or block["addr"] in known:

@@ -6,7 +6,7 @@ on for as long as any :func:`torchpager.auto_offload` with ``recompute=True`` is
 
 from dataclasses import dataclass
 
-from torchpager import _core, _torch_cpu
+from torchpager import _core, _torch_cpu, patches
 
 _OFF, _PLANNED, _FORCED = 0, 1, 2
 
@@ -17,6 +17,8 @@ _forced = False
 def start(owner: object, slot: int) -> None:
     """Let plans of a device drop what can be made again, until ``stop(owner)``."""
     _active[owner] = slot
+    if slot != _core.SIM_SLOT:
+        patches.install_pointers()
     _core.set_recompute(slot, True)
     _torch_cpu.recompute_mode(_FORCED if _forced else _PLANNED)
 
@@ -28,6 +30,8 @@ def stop(owner: object) -> None:
         _core.set_recompute(slot, False)
     if not _active:
         _torch_cpu.recompute_mode(_OFF)
+    if not set(_active.values()) - {_core.SIM_SLOT}:
+        patches.uninstall_pointers()
 
 
 def force(on: bool) -> None:

@@ -12,6 +12,7 @@ from torchpager.stats import retire
 # A block moves in pieces of this many granules at most, as on a CUDA device (32 x 2 MiB).
 _EXTENT_GRANULES = 32
 _LARGEST_GRANULE = 1 << 40
+_SLOWEST_LINK = 2 << 20  # slower ones cannot be planned for
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Simulation(_control.Context):
                 f"device_bytes is {device_bytes!r}, less than one granule of "
                 f"{format_size(granularity_bytes)}"
             )
+        link_bytes_per_s = 0 if link is None else parse_size(link, name="link")
+        if link is not None and link_bytes_per_s < _SLOWEST_LINK:
+            raise ValueError(
+                f"link is {link!r}; possible are {format_size(_SLOWEST_LINK)} a second and more"
+            )
         for name, flag in (
             ("strict", strict),
             ("page_out_before_each_op", page_out_before_each_op),
@@ -85,7 +91,7 @@ class Simulation(_control.Context):
             page_out_before_op=page_out_before_each_op,
             seed=seed,
             readonly=_control.debug("readonly"),
-            link_bytes_per_s=0 if link is None else parse_size(link, name="link"),
+            link_bytes_per_s=link_bytes_per_s,
         )
 
     def __repr__(self) -> str:
@@ -182,7 +188,7 @@ def simulate(
         Of the order in which simulated copies complete.
     link
         Bytes that plans expect a copy to move in a second. Default: those of a fast PCI Express
-        link, "55 GB".
+        link, "55 GB". At least "2 MiB".
 
     Returns
     -------

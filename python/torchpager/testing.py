@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from torchpager import _control, _core
+from torchpager import _control, _core, _torch_cpu
 from torchpager._targets import DeviceLike, resolve
 from torchpager.errors import translated
 
@@ -26,8 +26,9 @@ from torchpager.errors import translated
 class TensorState:
     """Where the storage of a tensor is. Sizes in bytes."""
 
-    where: Literal["native", "resident", "host", "mixed"]
-    """"native": not torchpager's. "mixed": some extents are resident, some in HOST."""
+    where: Literal["native", "resident", "host", "mixed", "dropped"]
+    """"native": not torchpager's. "mixed": some extents are resident, some in HOST. "dropped":
+    it has no bytes, and its operator runs again before they are used."""
     resident_bytes: int = 0
     host_bytes: int = 0
     extents: int = 0
@@ -63,6 +64,7 @@ def evict(tensor: torch.Tensor) -> None:
     torch.OutOfMemoryError
         The host budget has no room for it.
     """
+    _torch_cpu.bring_back(tensor)
     address = _control.tensor_address(tensor)
     if not address or _core.owns(address) is None:
         raise ValueError("the tensor's storage is not in torchpager's memory; it does not move")
@@ -104,6 +106,8 @@ def state(tensor: torch.Tensor) -> TensorState:
     -------
     TensorState
     """
+    if _torch_cpu.is_dropped(tensor):
+        return TensorState(where="dropped")
     address = _control.tensor_address(tensor)
     block = _core.block(address) if address else None
     if block is None:

@@ -579,6 +579,9 @@ TEST(traces_and_configurations_that_make_no_sense_are_refused) {
     broken.config.link_bytes_per_s = 0;
     EXPECT_EQ(refused(&broken), TP_INVALID);
     broken.config = sound.config;
+    broken.config.link_both_bytes_per_s = 1900000; /* less than a byte a us each way */
+    EXPECT_EQ(refused(&broken), TP_INVALID);
+    broken.config = sound.config;
     tp_plan plan;
     make(&broken, &plan);
     tp_plan_fini(&plan);

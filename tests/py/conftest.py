@@ -2,8 +2,10 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +38,14 @@ def nothing_left_behind():
 @pytest.fixture(autouse=True)
 def mechanisms(monkeypatch):
     """Take away what ``make mechanisms`` does without in this run."""
-    if os.environ.get("TORCHPAGER_TEST_WITHOUT") == "restore_on_exit":
+    without = os.environ.get("TORCHPAGER_TEST_WITHOUT", "").split(",")
+    rules = [name for name in without if name.startswith("kRule")]
+    if rules:
+        header = Path(__file__).resolve().parents[2] / "csrc" / "bind" / "torch_recompute.h"
+        text = header.read_text(encoding="utf-8")
+        bits = [int(re.search(rf"\b{name} = 1 << (\d+)", text)[1]) for name in rules]
+        _torch_cpu.recompute_rules_off(sum(1 << bit for bit in bits))
+    if "restore_on_exit" in without:
         unwind = _control.unwind
 
         def only_end(undos):

@@ -22,6 +22,7 @@ MECHANISMS = (
     "second mappings",
     "host cap",
     "restore on exit",
+    "what may be dropped",
 )
 
 if not (ROOT / "tests" / "mechanisms.py").exists():  # the tests of an installed package
@@ -59,11 +60,14 @@ def test_every_mechanism_and_every_rule_has_a_row(mechanisms):
     switches = [row.switch for row in mechanisms.ROWS]
     assert len(set(switches)) == len(switches)
     assert mechanisms.rules().keys() == {row.switch for row in mechanisms.ROWS if row.in_c}
+    of_recompute = {row.switch for row in mechanisms.ROWS if row.of_recompute}
+    assert mechanisms.recompute_rules().keys() == of_recompute
 
 
 def test_rules_are_distinct_bits(mechanisms):
-    bits = list(mechanisms.rules().values())
-    assert len(set(bits)) == len(bits) > 10
+    for rules in mechanisms.rules(), mechanisms.recompute_rules():
+        bits = list(rules.values())
+        assert len(set(bits)) == len(bits) > 10
 
 
 def test_named_tests_exist(mechanisms):

@@ -314,3 +314,9 @@ def test_option_of_the_wrong_type_raises_type_error(options):
 def test_options_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         torchpager.simulate("16 MiB")._options.seed = 3
+
+
+@pytest.mark.parametrize("link", ["1 MB", "2047 KiB"])
+def test_links_that_nobody_could_plan_for_are_refused(link):
+    with pytest.raises(ValueError, match="a second and more"):
+        torchpager.simulate("64 MiB", link=link)

@@ -1,0 +1,451 @@
+"""What may be dropped: for each rule a program that goes wrong without it, and failures.
+
+``make mechanisms`` takes the rules away one at a time (``RecomputeRule`` in
+csrc/bind/torch_recompute.h), and the test named there must fail then. Where a rule protects an
+address, what asks for it here is a method that torchpager cannot wrap, as an extension would.
+"""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from recompute_programs import bits, forced, operators, run, train
+from torch import nn
+from torch.nn import functional
+
+from torchpager import recompute
+
+
+def address(tensor):
+    """What an extension sees. Raises if there are no bytes."""
+    return torch._C.TensorBase.data_ptr(tensor)
+
+
+def same_as_natively(program):
+    """The number of drops of a program that has the same bits with and without them."""
+    expected = run(program)
+    state = torch.get_rng_state()
+    with forced() as drops:
+        assert run(program) == expected
+        assert torch.equal(torch.get_rng_state(), state)
+        return drops.count
+
+
+def gradients_of(make, *shapes):
+    """A program: what ``make`` computes from weights of these shapes, and their gradients."""
+
+    def program():
+        weights = [torch.rand(shape, requires_grad=True) for shape in shapes]
+        loss = make(*weights).sum()
+        operators()
+        loss.backward()
+        return loss, [w.grad for w in weights]
+
+    return program
+
+
+# ---- operators -------------------------------------------------------------------------------
+
+
+def test_random_operators_do_not_run_again():
+    drops = same_as_natively(
+        gradients_of(lambda w: w * torch.rand_like(w) * torch.bernoulli(w), (64, 64))
+    )
+    assert drops <= 1  # the product, saved for the second one
+
+
+def test_operators_with_statistics_do_not_run_again():
+    model = train(
+        lambda: nn.Sequential(nn.BatchNorm1d(64), nn.Sigmoid()),
+        lambda: (torch.randn(64, 64), torch.randn(64, 64)),
+        lambda m, x, y: (torch.tanh(m(x)) * y).sum(),
+    )
+    assert same_as_natively(model) > 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: torch.cumsum(w, 0),
+        lambda w: w.index_add(0, torch.arange(64), w.detach()),
+        lambda w: w.scatter_add(0, torch.arange(64).expand(64, 64), w.detach()),
+        lambda w: w.index_put((torch.arange(64),), w.detach(), accumulate=True),
+    ],
+    ids=["cumsum", "index_add", "scatter_add", "index_put"],
+)
+def test_operators_that_differ_each_time_do_not_run_again(make):
+    weight = torch.rand(64, 64, requires_grad=True)
+    with forced() as drops:
+        result = make(weight.detach())
+        loss = (result * weight).sum()  # which keeps it
+        del result
+        operators()
+        assert drops.count == 0
+        loss.backward()
+
+
+@contextlib.contextmanager
+def kernel(function):
+    """``torch.rsqrt`` on the CPU is ``function(x, number of the call)`` for a while."""
+    calls = []
+    library = torch.library.Library("aten", "IMPL")
+
+    def counted(x):
+        calls.append(None)
+        return function(x, len(calls))
+
+    try:
+        library.impl("rsqrt", counted, "CPU")
+        yield calls
+    finally:
+        library._destroy()
+
+
+widths = itertools.count(64)
+
+
+def behind_rsqrt():
+    """A weight, a loss that needs what rsqrt has made for the weight's gradient, rsqrt's input.
+
+    Each time of a new shape, since a trial is made once for each.
+    """
+    width = next(widths)
+    weight, x = torch.rand(64, width, requires_grad=True), torch.full((64, width), 4.0)
+    loss = (torch.rsqrt(x) * weight).sum()
+    operators()
+    return weight, loss, x
+
+
+@pytest.mark.filterwarnings("ignore:.*rsqrt|.*kernel:UserWarning")
+def test_operators_that_fail_their_trial_do_not_run_again():
+    before = recompute.counts()
+    with kernel(lambda x, number: torch.exp(x) * number), forced() as drops:
+        weight, loss, _x = behind_rsqrt()
+        loss.backward()
+        assert torch.equal(weight.grad, torch.full_like(weight, 4.0).exp())
+        assert drops.count == 0
+    assert recompute.counts().failed_trials == before.failed_trials + 1
+
+
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
+def test_an_exception_in_a_trial_is_a_failed_trial(error):
+    def function(x, number):
+        if number == 2:
+            raise error("the trial")
+        return torch.exp(x)
+
+    before = recompute.counts()
+    with kernel(function) as calls, forced() as drops:
+        weight, loss, _x = behind_rsqrt()
+        assert len(calls) == 2
+        loss.backward()
+        assert torch.equal(weight.grad, torch.full_like(weight, 4.0).exp())
+        assert drops.count == 0
+    after = recompute.counts()
+    assert after.failed_trials == before.failed_trials + 1
+    assert after.failed_reruns == before.failed_reruns
+
+
+# ---- inputs ----------------------------------------------------------------------------------
+
+
+def test_inputs_that_are_written_do_not_change_what_was_made_of_them():
+    def program():
+        x, weight = torch.rand(64, 64), torch.rand(64, 64, requires_grad=True)
+        loss = (torch.exp(x) * weight).sum()
+        operators()
+        x.zero_()
+        operators()
+        loss.backward()
+        return weight.grad
+
+    assert same_as_natively(program) > 0
+
+
+def test_inputs_that_others_write_are_none():
+    def program():
+        x, weight = torch.rand(64, 64), torch.rand(64, 64, requires_grad=True)
+        seen = x.numpy()
+        loss = (torch.exp(x) * weight).sum()
+        operators()
+        seen[:] = 0
+        operators()
+        loss.backward()
+        return weight.grad
+
+    assert same_as_natively(program) == 0
+
+
+# ---- who can reach it ------------------------------------------------------------------------
+
+
+def test_what_python_has_keeps_its_bytes():
+    with forced() as drops:
+        x = torch.rand(64, 64, requires_grad=True)
+        y = torch.exp(x)
+        loss = y.sum()
+        operators()
+        assert address(y)
+        del y
+        operators()
+        assert drops.count == 1
+        loss.backward()
+
+
+def test_what_somebody_unknown_has_keeps_its_bytes():
+    with forced() as drops:
+        x = torch.rand(64, 64, requires_grad=True)
+        y = torch.exp(x)
+        loss, other = y.sum(), y.data
+        del y
+        operators()
+        assert address(other)
+        del other
+        operators()
+        assert drops.count == 1
+        loss.backward()
+        y = torch.exp(x)
+        loss, storage = y.sum(), y.untyped_storage()
+        del y
+        operators()
+        assert torch._C.StorageBase.data_ptr(storage)
+        assert drops.count == 1
+
+
+class Keeps(torch.autograd.Function):
+    """Asks for the address of what it has saved, as one that calls an extension does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        inside = torch.exp(x)
+        ctx.save_for_backward(x, inside)
+        return inside.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, inside = ctx.saved_tensors
+        assert address(x)
+        assert address(inside)
+        return grad * inside
+
+
+def test_what_custom_functions_use_and_make_keeps_its_bytes():
+    with forced() as drops:
+        x = torch.rand(64, 64, requires_grad=True)
+        loss = Keeps.apply(torch.tanh(x))
+        operators()
+        assert drops.count == 0
+        loss.backward()
+
+
+def test_what_foreign_operators_use_keeps_its_bytes():
+    library = torch.library.Library("torchpager_test", "DEF")
+    try:
+        library.define("looks(Tensor x) -> Tensor")
+        library.impl("looks", lambda x: x.sum(), "CompositeExplicitAutograd")
+        with forced() as drops:
+            x = torch.rand(64, 64, requires_grad=True)
+            y = torch.exp(x)
+            torch.ops.torchpager_test.looks(y.detach())
+            loss = y.sum()
+            del y
+            operators()
+            assert drops.count == 0
+            loss.backward()
+    finally:
+        library._destroy()
+
+
+def test_what_saved_tensor_hooks_were_given_keeps_its_bytes():
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return len(kept) - 1
+
+    with forced() as drops:
+        x = torch.rand(64, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda at: kept[at]):
+            loss = torch.exp(x).sum()
+        operators()
+        assert all(address(tensor) for tensor in kept)
+        assert drops.count == 0
+        loss.backward()
+
+
+def test_what_a_backward_pass_makes_keeps_its_bytes():
+    with forced():
+        x = torch.rand(64, 64, requires_grad=True)
+        w, gradient = torch.rand(64, 64), torch.rand(64, 64)
+        (x * w).backward(gradient)
+        operators()
+        assert address(x.grad)
+
+
+def test_what_autograd_has_let_go_of_is_not_taken_for_its_own():
+    with forced() as drops:
+        x = torch.rand(64, 64, requires_grad=True)
+        loss = torch.exp(x).sum()
+        saved = loss.grad_fn.next_functions[0][0]._saved_result
+        operators()
+        loss.backward()
+        operators()
+        assert address(saved)
+        assert drops.count == 0
+
+
+# ---- the same as the first time --------------------------------------------------------------
+
+
+def test_operators_run_again_below_autocast():
+    def program():
+        x, weight = torch.rand(64, 64, requires_grad=True), torch.rand(64, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            product = torch.mm(x, weight)
+            loss = (product * product).sum()
+            del product
+        operators()
+        loss.backward()
+        return loss, x.grad
+
+    assert same_as_natively(program) >= 1
+
+
+def test_operators_run_again_under_the_settings_of_the_first_time():
+    def program():
+        weight = torch.rand(64, 64, requires_grad=True)
+        numbers = torch.arange(4096).view(64, 64)
+        loss = (torch.sigmoid(numbers) * weight).sum()
+        operators()
+        torch.set_default_dtype(torch.float64)
+        try:
+            loss.backward()
+            assert torch.get_default_dtype() == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return weight.grad
+
+    assert same_as_natively(program) > 0
+
+
+def test_settings_that_differ_keep_bytes_where_they_are():
+    with forced() as drops:
+        weight, numbers = torch.rand(64, 64, requires_grad=True), torch.arange(4096)
+        made = torch.sigmoid(numbers.view(64, 64))
+        loss = (made * weight).sum()
+        torch.set_default_dtype(torch.float64)
+        try:
+            del made
+            operators()
+            assert drops.count == 0
+        finally:
+            torch.set_default_dtype(torch.float32)
+        loss.backward()
+
+
+# ---- failures --------------------------------------------------------------------------------
+
+ROWS = 2048
+
+
+@contextlib.contextmanager
+def full():
+    """Inside, there is no memory for what logsumexp needs beside its result.
+
+    Yields the input of one, a loss that needs its result, and what takes the memory.
+    """
+    with forced("2 MiB", host="2 MiB") as drops:
+        x = torch.rand(ROWS, 64, requires_grad=True)  # 512 KiB
+        loss = torch.logsumexp(x, 1).sum()
+        operators()
+        assert drops.count == 1
+        ballast = []
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                ballast.append(torch.zeros(16 << 10))
+        yield x, loss, ballast
+
+
+def expected_gradient(x):
+    y = x.detach().clone().requires_grad_()
+    torch.logsumexp(y, 1).sum().backward()
+    return y.grad
+
+
+def test_a_rerun_without_memory_raises_where_it_is_needed_and_may_be_tried_again():
+    with full() as (x, loss, ballast):
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError, match="can be made again"):
+                loss.backward(retain_graph=True)
+        node = loss.grad_fn.next_functions[0][0]
+        with pytest.raises(RuntimeError, match="could not allocate"):
+            node._saved_result.tolist()
+        # The thread and other operators are none the worse for it.
+        del ballast[:12]
+        assert torch.zeros(2048).add(1).sum() == 2048
+        ballast.clear()
+        loss.backward()
+        assert bits(x.grad) == bits(expected_gradient(x))
+
+
+def test_leaving_contexts_without_memory_is_no_crash():
+    with full() as (x, loss, ballast):
+        pass
+    ballast.clear()
+    with forced():
+        loss.backward()
+        assert bits(x.grad) == bits(expected_gradient(x))
+
+
+def fails_at(number):
+    def function(x, call):
+        if call == number:
+            raise ValueError("the rerun")
+        return torch.exp(x)
+
+    return function
+
+
+def test_a_rerun_that_raises_does_so_where_it_is_needed_and_may_be_tried_again():
+    failed = recompute.counts().failed_reruns
+    with kernel(fails_at(3)) as calls, forced() as drops:
+        weight, loss, _x = behind_rsqrt()
+        assert drops.count == 1
+        with pytest.raises(RuntimeError, match="ValueError: the rerun"):
+            loss.backward(retain_graph=True)
+        loss.backward()
+        assert len(calls) == 4
+        assert torch.equal(weight.grad, torch.full_like(weight, 4.0).exp())
+    assert recompute.counts().failed_reruns == failed + 1
+
+
+def test_what_could_not_be_made_again_before_a_write_is_never_wrong():
+    with kernel(fails_at(3)), forced() as drops:
+        _, loss, x = behind_rsqrt()
+        assert drops.count == 1
+        x.zero_()
+        with pytest.raises(RuntimeError, match="an input has been written since"):
+            loss.backward(retain_graph=True)
+
+
+def test_a_rerun_that_makes_another_size_is_an_error():
+    def function(x, call):
+        return torch.exp(x) if call < 3 else torch.exp(x)[:32].clone()
+
+    with kernel(function), forced() as drops:
+        _, loss, _x = behind_rsqrt()
+        assert drops.count == 1
+        with pytest.raises(RuntimeError, match="another size"):
+            loss.backward()
+
+
+def test_dropout_with_attention_is_never_dropped():
+    def program():
+        q, k, v = (torch.rand(1, 4, 32, 16, requires_grad=True) for _ in range(3))
+        loss = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5).sum()
+        operators()
+        loss.backward()
+        return q.grad, k.grad, v.grad
+
+    same_as_natively(program)
