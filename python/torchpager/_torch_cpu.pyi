@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 TORCH_VERSION: str  # the torch it was built against, "2.14.1"
 
 def install(large_min: int) -> None:
