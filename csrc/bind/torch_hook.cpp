@@ -207,15 +207,15 @@ struct ArgumentUse {
 
 struct OperatorUse {
     size_t argument_count = 0, return_count = 0;
-    bool frame = true;        /* false: it calls others, or makes views; nothing to do */
-    bool exports = false;     /* it reads by pointer what nothing else announces: those operands
+    bool frame = true;       /* false: it calls others, or makes views; nothing to do */
+    bool exports = false;    /* it reads by pointer what nothing else announces: those operands
                                 become immovable */
-    bool collective = false;  /* its work goes on after it has returned */
-    bool waited_for = false;  /* and on CPU tensors is done only once the program has waited */
-    bool asks_for_pointer = false; /* but neither reads nor writes */
-    bool makes_empty = false; /* see kMakesEmpty */
-    bool view = false;        /* it makes views */
-    bool foreign = false;     /* not PyTorch's own: nobody knows what it keeps */
+    bool collective = false; /* its work goes on after it has returned */
+    bool waited_for = false; /* and on CPU tensors is done only once the program has waited */
+    bool asks_for_pointer = false;         /* but neither reads nor writes */
+    bool makes_empty = false;              /* see kMakesEmpty */
+    bool view = false;                     /* it makes views */
+    bool foreign = false;                  /* not PyTorch's own: nobody knows what it keeps */
     std::optional<c10::OperatorHandle> op; /* with what is known of running it again */
     Rerunnable rerun;
     uint32_t name = 0;                  /* tp_op.name */
@@ -891,8 +891,8 @@ void collect_operands(Thread *thread, const OperatorUse &use,
     std::vector<Touch> touches; /* reruns use the thread's own */
     touches.swap(thread->touches);
     for (int round = 0; round < 3; round++) {
-        const bool all = use.foreign ? recompute_before_region(touches)
-                                     : recompute_before_operator(touches);
+        const bool all =
+            use.foreign ? recompute_before_region(touches) : recompute_before_operator(touches);
         hold.emplace();
         if (!all || !recompute_any_dropped(touches)) break;
         hold.reset(); /* another thread has dropped one since */
@@ -1259,10 +1259,20 @@ void end_burst() {
     replace_callback(at::INVALID_CALLBACK_HANDLE);
 }
 
+/* Whether it would be told of every operator if `slot` wanted `level`. */
+bool would_watch(int slot, tp_arming level) {
+    const std::lock_guard<std::mutex> guard(install_mutex);
+    tp_arming wanted = std::max(forced, level);
+    for (int other = 0; other < TP_SLOT_MAX; other++) {
+        if (other != slot) wanted = std::max(wanted, wanted_by_slot[other]);
+    }
+    return wanted == TP_ARM_FULL;
+}
+
 void on_arm(int slot, tp_arming level) {
     /* Who is told of no operators cannot bring back what they use. */
-    if (level != TP_ARM_FULL && recompute_tracks()) {
-        (void)recompute_bring_all_back(tp_core_at(slot));
+    if (level != TP_ARM_FULL && recompute_tracks() && !would_watch(slot, level)) {
+        (void)recompute_bring_all_back(nullptr);
     }
     const std::lock_guard<std::mutex> guard(install_mutex);
     wanted_by_slot[slot] = level;

@@ -49,7 +49,8 @@ struct Numerics {
                deterministic_cudnn == other.deterministic_cudnn &&
                benchmark == other.benchmark && cudnn == other.cudnn && flash == other.flash &&
                efficient == other.efficient && math == other.math &&
-               cudnn_attention == other.cudnn_attention && overrideable == other.overrideable && dtype == other.dtype;
+               cudnn_attention == other.cudnn_attention && overrideable == other.overrideable &&
+               dtype == other.dtype;
     }
 
     uint64_t hash() const {

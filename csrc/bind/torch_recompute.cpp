@@ -8,6 +8,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -174,10 +175,10 @@ struct Made {
     tp_core *core = nullptr;
     tp_addr addr = 0; /* 0: it is dropped, or gone */
     size_t bytes = 0;
-    size_t own = 0;  /* references to the storage that the operator itself left behind:
+    size_t own = 0; /* references to the storage that the operator itself left behind:
                         what autograd keeps of results, in `saver`, until that runs */
     WeakNode saver;
-    size_t held = 0; /* ours: it is needed by what is dropped */
+    size_t held = 0;                 /* ours: it is needed by what is dropped */
     std::vector<WeakTensor> tensors; /* the result, and the views of it that operators made */
     bool refused = false;            /* code that we cannot see has used it */
     Dropped *dropped = nullptr;
@@ -897,7 +898,8 @@ void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again) {
         }
     } catch (const std::exception &error) {
         const auto *known = dynamic_cast<const c10::Error *>(&error);
-        const std::string why = known != nullptr ? known->what_without_backtrace() : error.what();
+        const std::string why =
+            known != nullptr ? known->what_without_backtrace() : error.what();
         const Guard guard(registry().mutex);
         registry().counts.failed_reruns++;
         const auto storage = made->storage.lock();
@@ -1209,7 +1211,8 @@ void recompute_node_runs(uint64_t sequence, uint64_t thread) {
     const auto found = r.savers.find(node_key(sequence, thread));
     if (found == r.savers.end()) return;
     for (const auto &weak : found->second) {
-        if (const auto made = weak.lock(); made != nullptr && in_force(kRuleSaved)) made->own = 0;
+        if (const auto made = weak.lock(); made != nullptr && in_force(kRuleSaved))
+            made->own = 0;
     }
     r.savers.erase(found);
 }
