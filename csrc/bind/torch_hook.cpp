@@ -1260,10 +1260,20 @@ void end_burst() {
     replace_callback(at::INVALID_CALLBACK_HANDLE);
 }
 
+/* Whether it would be told of every operator if `slot` wanted `level`. */
+bool would_watch(int slot, tp_arming level) {
+    const std::lock_guard<std::mutex> guard(install_mutex);
+    tp_arming wanted = std::max(forced, level);
+    for (int other = 0; other < TP_SLOT_MAX; other++) {
+        if (other != slot) wanted = std::max(wanted, wanted_by_slot[other]);
+    }
+    return wanted == TP_ARM_FULL;
+}
+
 void on_arm(int slot, tp_arming level) {
     /* Who is told of no operators cannot bring back what they use. */
-    if (level != TP_ARM_FULL && recompute_tracks()) {
-        (void)recompute_bring_all_back(tp_core_at(slot));
+    if (level != TP_ARM_FULL && recompute_tracks() && !would_watch(slot, level)) {
+        (void)recompute_bring_all_back(nullptr);
     }
     const std::lock_guard<std::mutex> guard(install_mutex);
     wanted_by_slot[slot] = level;

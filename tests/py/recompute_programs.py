@@ -1,6 +1,7 @@
 """Programs whose bits must be the same with and without drops, and what runs them."""
 
 import contextlib
+import time
 
 import torch
 from torch import nn
@@ -25,10 +26,22 @@ def forced(budget="6 MiB", host=None):
             torchpager.budget(budget),
             torchpager.auto_offload(recompute=True, host=host),
         ):
+            wait_until_something_drops()
             yield Drops()
     finally:
         _torch_cpu.hook_forced(0)
         recompute.force(False)
+
+
+def wait_until_something_drops():
+    """Nothing does for some milliseconds after the pager was armed, while its gate is closed."""
+    drops, deadline = Drops(), time.monotonic() + 5
+    while not drops.count:
+        assert time.monotonic() < deadline, "nothing is dropped"
+        x = torch.ones(32, 64, requires_grad=True)
+        loss = torch.exp(x).sum()
+        operators(1)
+        del loss
 
 
 class Drops:
