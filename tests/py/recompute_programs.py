@@ -34,7 +34,7 @@ def forced(budget="6 MiB", host=None):
 
 
 def wait_until_something_drops():
-    """Nothing does for some milliseconds after the pager was armed, while its gate is closed."""
+    """Nothing does for some milliseconds after arming, while the gate is closed."""
     drops, deadline = Drops(), time.monotonic() + 5
     while not drops.count:
         assert time.monotonic() < deadline, "nothing is dropped"
