@@ -48,6 +48,22 @@ static bool pin_holds(const struct tp_op_pin *pin) {
     return pin->block->generation == pin->generation && pin->block->life == TP_BLOCK_LIVE;
 }
 
+/* What a plan has decided about a block while an operator used it was decided before that operator's
+ * kernels: its nested ones had begun, and they launch them. It counts from now on. */
+static void decide_again(tp_pager *pager, tp_block *block) {
+    tp_marker now = {0};
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        tp_extent *extent = &block->extents[i];
+        if (!(extent->evict || extent->write_back) || extent->busy) continue;
+        if (now.seq == 0 && tp_marker_record_context(&pager->markers, &now, NULL) != TP_OK) {
+            extent->evict = extent->write_back = false; /* the pager's thread takes it out */
+            continue;
+        }
+        extent->decided = extent->wanted = now;
+        extent->wanted_stamp = block->stamp;
+    }
+}
+
 static void pin_drop(tp_pager *pager, const struct tp_op_pin *pin, bool detached) {
     /* An operator may end on another thread than it began on. */
     if (!detached && tp_thread_pins > 0) tp_thread_pins--;
@@ -55,6 +71,7 @@ static void pin_drop(tp_pager *pager, const struct tp_op_pin *pin, bool detached
     TP_ASSERT(pin->block->op_pins > 0);
     pin->block->op_pins--;
     pager->op_pin_total--;
+    if (pin->block->op_pins == 0) decide_again(pager, pin->block);
 }
 
 static void lru_touch(tp_pager *pager, tp_block *block) {

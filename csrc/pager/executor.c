@@ -61,9 +61,13 @@ static void wish(tp_pager *pager, tp_block *block, uint32_t extent, tp_marker *d
     if (block->extents[extent].state != TP_EXTENT_HOST || it->wish_count == TP_WISHES_MAX) {
         return;
     }
+    /* Not while an operator uses it in HOST: its kernels may be yet to come. */
+    const bool in_use = block->op_pins > 0;
     const tp_wish *before = find_decided(it, block, extent);
-    if (before == NULL && !decide(pager, decided)) return;
-    const tp_marker marker = before != NULL ? before->decided : *decided;
+    if (!in_use && before == NULL && !decide(pager, decided)) return;
+    const tp_marker marker = in_use           ? (tp_marker){0}
+                             : before != NULL ? before->decided
+                                              : *decided;
     const size_t bytes = block->extents[extent].bytes;
     it->wishes[(it->wish_first + it->wish_count++) % TP_WISHES_MAX] =
         (tp_wish){block, block->generation, block->stamp, extent, bytes, marker};
@@ -199,6 +203,7 @@ static void look_ahead(tp_pager *pager, const tp_step *step, const tp_plan *plan
         if (i < it->looked) continue;
         it->looked = i + 1;
         if (extent->state != TP_EXTENT_HOST || extent->device != NULL) continue;
+        if (block->op_pins > 0) continue;
         if (!decide(pager, decided)) return;
         if (it->decided_count == TP_DECIDED_MAX) {
             it->decided_first = (it->decided_first + 1) % TP_DECIDED_MAX;
@@ -355,7 +360,8 @@ bool tp_executor_fill(tp_pager *pager) {
         begun = true;
         /* While the lock was dropped the list may have been emptied, and filled again. */
         if (it->wish_count > 0 && it->wishes[it->wish_first].block == block) wish_done(it);
-        const tp_marker *decided = block->stamp == wish.stamp ? &wish.decided : NULL;
+        const bool stands = block->stamp == wish.stamp && wish.decided.seq != 0;
+        const tp_marker *decided = stands ? &wish.decided : NULL;
         (void)tp_fill_begin(pager, block, wish.generation, extent, 0, frame, decided);
     }
     return begun;

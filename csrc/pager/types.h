@@ -43,7 +43,8 @@ typedef struct tp_hooks {
      * used again later: whoever can make its bytes again may let it go with tp_drop, now or later, or
      * leave it. By the time of the call another block may be there. On the thread of an operator that
      * has ended or is about to begin, before anything is done for it; it may allocate, free and drop, but
-     * not what that operator uses, nor may it run operators. */
+     * not what that operator uses, nor what can only be made again of bytes that it writes; nor may it run
+     * operators. */
     void (*drop)(void *ctx, tp_core *core, tp_addr addr);
     /* The other allocator that shares the budget (PyTorch's native one). Asks it never to hold more
      * than max(cap_bytes, what it holds now); returns the bound that is in force. */
