@@ -2,6 +2,7 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
@@ -991,6 +992,27 @@ at::Tensor raw(const c10::Storage &storage) {
     return tensor_of(storage, geometry);
 }
 
+/* What an operator leaves as it finds it (padding of a workspace) may be the same by chance, where
+ * memory is fresh from the system, or has held the very same before. So free memory of the sizes
+ * that it will ask for is filled with something else each time. */
+void spoil_memory_for(const Recipe &recipe) {
+    static std::atomic<uint32_t> times{0};
+    const int64_t byte = 1 + times.fetch_add(1) % 255;
+    const Quiet quiet(recipe);
+    const HookCall call(kCallReruns, {});
+    std::vector<at::Tensor> blocks;
+    for (const auto &weak : recipe.outputs) {
+        const auto made = weak.lock();
+        if (made == nullptr) continue;
+        /* Two: what has died on the way to its inputs may take one. */
+        for (int i = 0; i < 2; i++) {
+            blocks.push_back(at::empty({static_cast<int64_t>(made->bytes)},
+                                       at::device(recipe.stream.device()).dtype(at::kByte)));
+            blocks.back().fill_(byte);
+        }
+    }
+}
+
 /* Runs the recipe beside the kept result. Waits for the device. */
 bool makes_the_same(const std::shared_ptr<Made> &made) {
     const auto storage = made->storage.lock();
@@ -998,6 +1020,7 @@ bool makes_the_same(const std::shared_ptr<Made> &made) {
     try {
         Again again;
         const Guard lock(rerun_mutex());
+        spoil_memory_for(*made->recipe);
         const auto outputs = execute(made->recipe, again);
         if (outputs.size() <= made->output) return false;
         const c10::Storage fresh = outputs[made->output].storage();

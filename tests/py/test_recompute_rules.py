@@ -128,6 +128,29 @@ def test_operators_that_fail_their_trial_do_not_run_again():
     assert recompute.counts().failed_trials == before.failed_trials + 1
 
 
+def test_operators_that_leave_memory_as_they_find_it_fail_their_trial():
+    """Not by chance only: memory that nobody has used is the same everywhere."""
+
+    def upper_half(x, _number):
+        made = torch.empty_like(x)
+        made[:32] = 2.0
+        return made
+
+    def program():
+        x, weight = torch.ones(64, next(widths)), torch.ones(32, 1, requires_grad=True)
+        loss = (torch.rsqrt(x)[:32] * weight).sum()
+        operators()
+        loss.backward()
+        return weight.grad
+
+    before = recompute.counts()
+    with kernel(upper_half), forced() as drops:
+        for _ in range(5):
+            program()
+        assert drops.count == 0
+    assert recompute.counts().failed_trials == before.failed_trials + 5
+
+
 @pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
 def test_an_exception_in_a_trial_is_a_failed_trial(error):
     def function(x, number):
