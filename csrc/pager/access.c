@@ -49,17 +49,21 @@ static bool pin_holds(const struct tp_op_pin *pin) {
 }
 
 /* What a plan has decided about a block while an operator used it was decided before that operator's
- * kernels: its nested ones had begun, and they launch them. It counts from now on. */
-static void decide_again(tp_pager *pager, tp_block *block) {
+ * kernels: its nested ones had begun, and they launch them. It counts from now on; a write-back only
+ * if they may have written, for reading does not disturb its copy. */
+static void decide_again(tp_pager *pager, tp_block *block, bool written) {
     tp_marker now = {0};
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
-        if (!(extent->evict || extent->write_back) || extent->busy) continue;
+        const bool concerned = extent->evict || (written && extent->write_back);
+        if (!concerned || extent->busy) continue;
         if (now.seq == 0 && tp_marker_record_context(&pager->markers, &now, NULL) != TP_OK) {
             extent->evict = extent->write_back = false; /* the pager's thread takes it out */
             continue;
         }
-        extent->decided = extent->wanted = now;
+        extent->decided = now;
+        if (!written) continue;
+        extent->wanted = now;
         extent->wanted_stamp = block->stamp;
     }
 }
@@ -71,7 +75,10 @@ static void pin_drop(tp_pager *pager, const struct tp_op_pin *pin, bool detached
     TP_ASSERT(pin->block->op_pins > 0);
     pin->block->op_pins--;
     pager->op_pin_total--;
-    if (pin->block->op_pins == 0) decide_again(pager, pin->block);
+    const bool written = pin->write || pin->adopted;
+    const bool last = pin->block->op_pins == 0;
+    if (TP_RULE(pager, TP_RULE_PIN) && (written || last))
+        decide_again(pager, pin->block, written);
 }
 
 static void lru_touch(tp_pager *pager, tp_block *block) {
