@@ -69,6 +69,11 @@ static _Thread_local bool python_is_out;
 
 void tp_bind_keep_python_out(bool out) { python_is_out = out; }
 
+static _Thread_local unsigned char filler;
+
+void tp_bind_set_filler(unsigned char byte) { filler = byte; }
+unsigned char tp_bind_filler(void) { return filler; }
+
 static bool hook_collect(void *ctx) {
     (void)ctx;
     if (python_is_out || !tp_bind_holds_gil()) return false;

@@ -80,6 +80,10 @@ TP_API TP_MUST_USE tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_strea
  * until this thread's operator ends. */
 TP_API const char *tp_bind_lacks_memory(void);
 
+/* While it is not 0, the doors fill with this byte what this thread allocates. */
+TP_API void tp_bind_set_filler(unsigned char byte);
+TP_API unsigned char tp_bind_filler(void);
+
 /* tp_free for a door. */
 TP_API void tp_bind_free(tp_core *core, tp_addr addr);
 

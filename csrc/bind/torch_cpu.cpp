@@ -33,6 +33,11 @@ void door_delete(void *ptr) {
     }
 }
 
+void fill_if_asked(void *ptr, size_t bytes) {
+    const unsigned char byte = tp_bind_filler();
+    if (C10_UNLIKELY(byte != 0) && ptr != nullptr) std::memset(ptr, byte, bytes);
+}
+
 class CpuDoor final : public c10::Allocator {
   public:
     c10::DataPtr allocate(size_t n) override {
@@ -41,12 +46,14 @@ class CpuDoor final : public c10::Allocator {
             tp_core *core = tp_core_at(TP_SLOT_SIM);
             if (core != nullptr) {
                 void *ptr = alloc_or_throw(core, TP_SLOT_SIM, n, nullptr);
+                fill_if_asked(ptr, n);
                 return {ptr, ptr, &door_delete, c10::Device(c10::DeviceType::CPU)};
             }
         }
         c10::DataPtr data = native.load(std::memory_order_relaxed)->allocate(n);
         (void)data.compare_exchange_deleter(native_deleter.load(std::memory_order_relaxed),
                                             &door_delete);
+        fill_if_asked(data.get(), n);
         return data;
     }
     bool is_simple_data_ptr(const c10::DataPtr &data) const override {

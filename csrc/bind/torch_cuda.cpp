@@ -497,6 +497,12 @@ void append_our_segments(std::vector<cca::SegmentInfo> &segments) {
     }
 }
 
+void fill_if_asked(void *ptr, size_t bytes, cudaStream_t stream) {
+    const unsigned char byte = tp_bind_filler();
+    if (C10_LIKELY(byte == 0) || ptr == nullptr) return;
+    C10_CUDA_CHECK(cudaMemsetAsync(ptr, byte, bytes, stream));
+}
+
 class CudaDoor final : public cca::CUDAAllocator {
   public:
     using Device = c10::DeviceIndex;
@@ -510,10 +516,14 @@ class CudaDoor final : public cca::CUDAAllocator {
         const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
         if (tp_core *core = serving_core(device, n, stream)) {
             void *ptr = our_alloc(core, device, n, stream);
-            return {ptr, ptr, &door_delete, c10::Device(c10::DeviceType::CUDA, device)};
+            c10::DataPtr data(ptr, ptr, &door_delete,
+                              c10::Device(c10::DeviceType::CUDA, device));
+            fill_if_asked(ptr, n, stream);
+            return data;
         }
         c10::DataPtr data = native_with_room(device, n, [n] { return native()->allocate(n); });
         own_deleter(data);
+        fill_if_asked(data.get(), n, stream);
         return data;
     }
     bool is_simple_data_ptr(const c10::DataPtr &data) const override {
@@ -774,9 +784,13 @@ class CudaDoor final : public cca::CUDAAllocator {
     template <class Call>
     void *raw_on(Device device, size_t bytes, cudaStream_t stream, Call call) {
         if (tp_core *core = serving_core(device, bytes, stream)) {
-            return our_alloc(core, device, bytes, stream);
+            void *ptr = our_alloc(core, device, bytes, stream);
+            fill_if_asked(ptr, bytes, stream);
+            return ptr;
         }
-        return native_with_room(device, bytes, call);
+        void *ptr = native_with_room(device, bytes, call);
+        fill_if_asked(ptr, bytes, stream);
+        return ptr;
     }
 
     /* The native allocator records only pointers that carry its own deleter. */

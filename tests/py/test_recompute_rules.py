@@ -85,6 +85,9 @@ def test_operators_that_differ_each_time_do_not_run_again(make):
         loss.backward()
 
 
+FIRST_RERUN = 4  # the call of a kernel: after its own and the two of a trial
+
+
 @contextlib.contextmanager
 def kernel(function):
     """``torch.rsqrt`` on the CPU is ``function(x, number of the call)`` for a while."""
@@ -128,12 +131,15 @@ def test_operators_that_fail_their_trial_do_not_run_again():
     assert recompute.counts().failed_trials == before.failed_trials + 1
 
 
-def test_operators_that_leave_memory_as_they_find_it_fail_their_trial():
+@pytest.mark.parametrize("workspace_count", [0, 8])
+def test_operators_that_leave_memory_as_they_find_it_fail_their_trial(workspace_count):
     """Not by chance only: memory that nobody has used is the same everywhere."""
 
     def upper_half(x, _number):
+        workspaces = [torch.empty_like(x) for _ in range(workspace_count)]
         made = torch.empty_like(x)
         made[:32] = 2.0
+        del workspaces
         return made
 
     def program():
@@ -151,17 +157,18 @@ def test_operators_that_leave_memory_as_they_find_it_fail_their_trial():
     assert recompute.counts().failed_trials == before.failed_trials + 5
 
 
+@pytest.mark.parametrize("call", [2, 3])
 @pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
-def test_an_exception_in_a_trial_is_a_failed_trial(error):
+def test_an_exception_in_a_trial_is_a_failed_trial(error, call):
     def function(x, number):
-        if number == 2:
+        if number == call:
             raise error("the trial")
         return torch.exp(x)
 
     before = recompute.counts()
     with kernel(function) as calls, forced() as drops:
         weight, loss, _x = behind_rsqrt()
-        assert len(calls) == 2
+        assert len(calls) == call
         loss.backward()
         assert torch.equal(weight.grad, torch.full_like(weight, 4.0).exp())
         assert drops.count == 0
@@ -432,19 +439,19 @@ def fails_at(number):
 
 def test_a_rerun_that_raises_does_so_where_it_is_needed_and_may_be_tried_again():
     failed = recompute.counts().failed_reruns
-    with kernel(fails_at(3)) as calls, forced() as drops:
+    with kernel(fails_at(FIRST_RERUN)) as calls, forced() as drops:
         weight, loss, _x = behind_rsqrt()
         assert drops.count == 1
         with pytest.raises(RuntimeError, match="ValueError: the rerun"):
             loss.backward(retain_graph=True)
         loss.backward()
-        assert len(calls) == 4
+        assert len(calls) == FIRST_RERUN + 1
         assert torch.equal(weight.grad, torch.full_like(weight, 4.0).exp())
     assert recompute.counts().failed_reruns == failed + 1
 
 
 def test_what_could_not_be_made_again_before_a_write_is_never_wrong():
-    with kernel(fails_at(3)), forced() as drops:
+    with kernel(fails_at(FIRST_RERUN)), forced() as drops:
         _, loss, x = behind_rsqrt()
         assert drops.count == 1
         x.zero_()
@@ -454,7 +461,7 @@ def test_what_could_not_be_made_again_before_a_write_is_never_wrong():
 
 def test_a_rerun_that_makes_another_size_is_an_error():
     def function(x, call):
-        return torch.exp(x) if call < 3 else torch.exp(x)[:32].clone()
+        return torch.exp(x) if call < FIRST_RERUN else torch.exp(x)[:32].clone()
 
     with kernel(function), forced() as drops:
         _, loss, _x = behind_rsqrt()
