@@ -15,6 +15,9 @@ typedef struct fault_device {
     uint32_t mask;
     tp_status status;
     bool persistent;
+    fault_call before_call;
+    void (*_Atomic before)(void *arg); /* NULL: nothing */
+    void *before_arg;
 } fault_device;
 
 static const struct {
@@ -50,6 +53,8 @@ static tp_device *inner_of(tp_device *dev) { return fault_of(dev)->inner; }
 static tp_status fault_check(tp_device *dev, fault_call call, tp_error *error) {
     fault_device *fault = fault_of(dev);
     atomic_fetch_add(&fault->calls[call], 1);
+    void (*before)(void *arg) = atomic_load(&fault->before);
+    if (before != NULL && call == fault->before_call) before(fault->before_arg);
     const uint64_t nth = atomic_load(&fault->nth);
     if (nth == 0 || (fault->mask & (1u << call)) == 0) return TP_OK;
     const uint64_t counted = atomic_fetch_add(&fault->counted, 1) + 1;
@@ -280,6 +285,13 @@ fault_call fault_device_fired_call(const tp_device *dev) {
 
 uint64_t fault_device_calls(const tp_device *dev, fault_call call) {
     return atomic_load(&((const fault_device *)(const void *)dev)->calls[call]);
+}
+
+void fault_device_before(tp_device *dev, fault_call call, void (*run)(void *arg), void *arg) {
+    fault_device *fault = fault_of(dev);
+    fault->before_call = call;
+    fault->before_arg = arg;
+    atomic_store(&fault->before, run);
 }
 
 const char *fault_call_name(fault_call call) { return call_info[call].name; }

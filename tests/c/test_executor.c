@@ -25,9 +25,9 @@ typedef struct program {
     uint64_t clock;
 } program;
 
-static void open_program(program *p, bool plans) {
+static void open_program_on(program *p, const rig_options *options) {
     memset(p, 0, sizeof *p);
-    rig_open(&p->r, &(rig_options){.budget_bytes = BUDGET, .no_plans = !plans});
+    rig_open(&p->r, options);
     for (uint32_t i = 0; i < WEIGHTS; i++) {
         p->weights[i] = rig_alloc(&p->r, BYTES, 0);
         p->values[i] = ++p->clock;
@@ -44,6 +44,10 @@ static void close_program(program *p) {
     const unsigned wrong = atomic_load(&p->r.wrong);
     rig_close(&p->r);
     EXPECT_EQ(wrong, 0);
+}
+
+static void open_program(program *p, bool plans) {
+    open_program_on(p, &(rig_options){.budget_bytes = BUDGET, .no_plans = !plans});
 }
 
 /* So that the pager's thread has time for what a kernel would take. */
@@ -209,6 +213,50 @@ TEST(offload_that_ends_and_begins_again_in_mid_step_is_harmless) {
     EXPECT_OK(tp_core_set_offload(p.r.core, true, &test_error));
     EXPECT_OK(tp_core_set_budget(p.r.core, BUDGET, TP_NO_LIMIT, &test_error));
     for (int i = 0; i < 6; i++) train(&p);
+    close_program(&p);
+}
+
+/* ---- operators that begin before those around them have queued their kernels ------------------ */
+
+/* The kernel of an operator is queued behind a nested one that has begun and ended: all that a plan
+ * says of the operator's block is said before, and has to wait for it. */
+static void read_around(program *p, uint32_t weight) {
+    rig *r = &p->r;
+    const tp_access access = {p->weights[weight], false}, other = {p->kept[0], false};
+    tp_op outer = {.name = tp_op_name("test::outer")},
+          inner = {.name = tp_op_name("test::inner")};
+    tp_op_begin(r->core, &outer, &access, 1, r->streams[0]);
+    tp_op_begin(r->core, &inner, &other, 1, r->streams[0]);
+    tp_op_end(&inner, NULL, 0, NULL);
+    rig_hold(r, 0);
+    rig_launch(r, 0, p->weights[weight], BYTES, p->values[weight], false);
+    tp_op_end(&outer, NULL, 0, NULL);
+    for (int i = 0; i < 8; i++) {
+        rig_step(r, 4);
+        pause_us(200);
+    }
+    rig_drain(r);
+    tp_op_fini(&inner);
+    tp_op_fini(&outer);
+}
+
+/* What is queued runs while nothing is mapped. */
+static void run_all(void *arg) { rig_drain(arg); }
+
+static void read_all_around(program *p) {
+    for (uint32_t i = 0; i < WEIGHTS; i++) read_around(p, i);
+    end_step(p);
+}
+
+TEST(what_is_decided_of_a_block_in_use_waits_for_the_kernels_of_that_use) {
+    program p;
+    open_program_on(&p, &(rig_options){.budget_bytes = BUDGET, .manual = true});
+    p.kept[0] = rig_alloc(&p.r, BYTES, 0);
+    fault_device_before(p.r.dev, FAULT_MAP, run_all, &p.r);
+    for (int i = 0; i < 20 && rig_stats(&p.r).plans.count == 0; i++) read_all_around(&p);
+    const moved planned = run(&p, read_all_around, 6);
+    EXPECT_EQ(planned.planned, 6 * 2 * WEIGHTS);
+    EXPECT_EQ(atomic_load(&p.r.wrong), 0);
     close_program(&p);
 }
 
