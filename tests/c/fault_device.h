@@ -60,8 +60,8 @@ bool fault_device_fired(const tp_device *dev);
 fault_call fault_device_fired_call(const tp_device *dev);
 /* Calls of that kind since creation, failed ones included. */
 uint64_t fault_device_calls(const tp_device *dev, fault_call call);
-/* From now on `run` runs before each call of that kind, on the thread that makes it. NULL: nothing
- * does. Nobody else may be in a call of this device meanwhile. */
+/* From now on `run` runs before each call of that kind, on the thread that makes it. Once for a
+ * device. */
 void fault_device_before(tp_device *dev, fault_call call, void (*run)(void *arg), void *arg);
 const char *fault_call_name(fault_call call);
 
