@@ -346,7 +346,7 @@ void tp_op_end(tp_op *op, const tp_addr *outputs, size_t output_count, tp_op *pa
         tp_lock_drop(&pager->lock);
         return;
     }
-    if (pager->verify.check_count > 0) tp_verify_poll(pager);
+    tp_verify_poll(pager);
     tp_executor_launched(pager);
     if (pager->executor.drop_count > 0 && !op->rerun) tell_drops(op->core, NULL, 0);
     tp_pager_catch_up(pager);

@@ -41,6 +41,9 @@ bool in_force(RecomputeRule rule) {
  * (torch.use_deterministic_algorithms). */
 const char *const kNotTheSame[] = {"aten::bincount",
                                    "aten::cumsum",
+                                   "aten::cumprod",
+                                   "aten::logcumsumexp",
+                                   "aten::_logcumsumexp",
                                    "aten::ctc_loss",
                                    "aten::_ctc_loss",
                                    "aten::histc",
@@ -246,6 +249,14 @@ struct Pending {
 /* How many operators a drop is tried at. */
 constexpr int kTries = 64;
 
+/* Whether recipes of one kind make the same bits again. There may have been no memory to see that. */
+enum class Trial { SAME, DIFFERENT, NO_MEMORY };
+struct Kind {
+    Trial last = Trial::NO_MEMORY;
+    int tries = 0;
+    bool is_decided() const { return last != Trial::NO_MEMORY || tries == 16; }
+};
+
 /* Everything below, but for what runs an operator. Never held while one runs, nor while a
  * storage or a tensor is let go of. */
 struct Registry {
@@ -258,7 +269,7 @@ struct Registry {
     size_t readers_limit = 1024, savers_limit = 1024; /* where they are swept */
     std::vector<Pending> pending;
     std::atomic<bool> has_pending{false};
-    std::unordered_map<uint64_t, bool> kinds; /* true: tried, and the same bits */
+    std::unordered_map<uint64_t, Kind> kinds;
     RecomputeCounts counts{};
 };
 
@@ -488,6 +499,9 @@ bool capture_tensor(Recipe &recipe, const at::Tensor &tensor, uint32_t argument,
     geometry.wrapped_number = impl->is_wrapped_number();
     c10::StorageImpl *its = storage.unsafeGetStorageImpl();
     if (is_written_unseen(its)) return false;
+    /* Memory of the host is read when the copy runs, which may be after it has been given away. */
+    const bool elsewhere = its->device() != recipe.stream.device();
+    if (elsewhere && !geometry.wrapped_number) return false;
     recipe.kind = mixed(recipe.kind, argument);
     recipe.kind = mixed(recipe.kind, static_cast<uint64_t>(item));
     hash_geometry(geometry, &recipe.kind);
@@ -708,6 +722,7 @@ void recompute_captured(const std::shared_ptr<Recipe> &recipe,
         const tp_addr addr = addr_of_storage(storage->unsafeGetStorageImpl());
         if (std::find(born.begin(), born.end(), addr) == born.end()) return;
         if (!plain_keys(tensor.unsafeGetTensorImpl()->key_set(), &keys)) return;
+        if (storage->device() != recipe->stream.device()) return; /* copied from the host */
         if (r.live.count(addr) != 0) { /* two results in one storage */
             r.live[addr]->refused = true;
             return;
@@ -783,19 +798,20 @@ class Quiet {
         : keys_(c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
                 c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                     c10::autocast_dispatch_keyset | c10::python_ks),
-          device_(recipe.stream.device()),
+          device_(recipe.stream.device()), first_(recipe.stream),
+          now_(current_stream(recipe.stream.device())),
           numerics_(in_force(kRuleNumerics) ? recipe.numerics : Numerics::now()) {
         rerunning = true;
         tp_bind_keep_python_out(true);
-        const c10::Stream now = current_stream(recipe.stream.device());
-        if (now != recipe.stream) {
-            /* Whoever reads the leaves here has not waited for who wrote them there. */
-            c10::Event written(recipe.stream.device_type());
-            written.record(recipe.stream);
-            written.block(now);
-        }
+        /* Whoever reads the leaves here has not waited for who wrote them there. */
+        if (now_ != first_) order(first_, now_);
     }
     ~Quiet() {
+        try { /* Small ones are PyTorch's own: who takes their memory there has to wait, too. */
+            if (now_ != first_) order(now_, first_);
+        } catch (...) {
+            /* The device is lost: the next call says so. */
+        }
         rerunning = before_;
         tp_bind_keep_python_out(before_);
     }
@@ -803,10 +819,17 @@ class Quiet {
     Quiet &operator=(const Quiet &) = delete;
 
   private:
+    static void order(const c10::Stream &before, const c10::Stream &behind) {
+        c10::Event event(before.device_type());
+        event.record(before);
+        event.block(behind);
+    }
+
     const bool before_ = rerunning;
     const at::DisableRecordFunctionGuard no_hooks_;
     const c10::impl::ForceDispatchKeyGuard keys_;
     const c10::OptionalDeviceGuard device_;
+    const c10::Stream first_, now_;
     const NumericsGuard numerics_;
 };
 
@@ -898,6 +921,10 @@ void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again) {
         if (made->dropped == nullptr) return;
     }
     try {
+        if (tp_capturing(made->core)) {
+            /* What a graph makes is there when it is replayed. */
+            throw std::runtime_error("a stream is being captured");
+        }
         const auto recipe = made->recipe;
         const auto outputs = execute(recipe, again);
         for (size_t i = 0; i < outputs.size() && i < recipe->outputs.size(); i++) {
@@ -982,15 +1009,18 @@ bool finds_inputs(Registry &r, const Recipe &recipe, uint32_t depth,
     return true;
 }
 
-at::Tensor raw(const c10::Storage &storage) {
+at::Tensor raw(const c10::Storage &storage, size_t offset, size_t bytes) {
     Geometry geometry;
-    geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
+    geometry.sizes = {static_cast<int64_t>(bytes)};
     geometry.strides = {1};
+    geometry.offset = static_cast<int64_t>(offset);
     geometry.dtype = caffe2::TypeMeta::Make<uint8_t>();
     geometry.keys = c10::DispatchKeySet(storage.device().is_cuda() ? c10::DispatchKey::CUDA
                                                                    : c10::DispatchKey::CPU);
     return tensor_of(storage, geometry);
 }
+
+constexpr size_t kComparedBytes = size_t{32} << 20;
 
 /* What this thread allocates holds `byte`. */
 class Filler {
@@ -1013,43 +1043,54 @@ bool makes_the_same_in(const std::shared_ptr<Made> &made, const c10::Storage &ke
     if (outputs.size() <= made->output) return false;
     const c10::Storage &fresh = outputs[made->output].storage();
     if (fresh.nbytes() != kept.nbytes()) return false;
-    const at::Tensor a = raw(fresh), b = raw(kept);
-    const Quiet quiet(*made->recipe);
-    const HookCall call(kCallReruns, {{a, false}, {b, false}});
-    return at::equal(a, b);
+    /* In pieces: on CUDA a comparison makes a byte for each byte first. */
+    for (size_t at = 0; at < kept.nbytes(); at += kComparedBytes) {
+        const size_t bytes = std::min(kComparedBytes, kept.nbytes() - at);
+        const at::Tensor a = raw(fresh, at, bytes), b = raw(kept, at, bytes);
+        const Quiet quiet(*made->recipe);
+        const HookCall call(kCallReruns, {{a, false}, {b, false}});
+        if (!at::equal(a, b)) return false;
+    }
+    return true;
 }
 
 /* What an operator leaves as it finds it (padding, a workspace) may be the same by chance, where
  * memory is fresh from the system, or has held the very same before. It cannot be the same in
  * memory that holds one thing and in memory that holds another. */
-bool makes_the_same(const std::shared_ptr<Made> &made) {
+Trial makes_the_same(const std::shared_ptr<Made> &made) {
     const auto storage = made->storage.lock();
-    if (storage == nullptr) return false;
+    if (storage == nullptr) return Trial::DIFFERENT;
     const c10::Storage kept(storage);
     try {
         const Guard lock(rerun_mutex());
-        return makes_the_same_in(made, kept, 0x55) && makes_the_same_in(made, kept, 0xaa);
+        const bool same =
+            makes_the_same_in(made, kept, 0x55) && makes_the_same_in(made, kept, 0xaa);
+        return same ? Trial::SAME : Trial::DIFFERENT;
+    } catch (const c10::OutOfMemoryError &) {
+        return Trial::NO_MEMORY;
     } catch (...) {
-        return false;
+        return Trial::DIFFERENT;
     }
 }
 
-/* Tried once for each kind of recipe. */
+/* Each kind of recipe is tried until that is decided. */
 bool is_trusted(const std::shared_ptr<Made> &made) {
     if (!in_force(kRuleTrial)) return true;
     Registry &r = registry();
     const uint64_t kind = mixed(made->recipe->kind, made->output);
     {
         const Guard guard(r.mutex);
-        const auto found = r.kinds.find(kind);
-        if (found != r.kinds.end()) return found->second;
+        const Kind &its = r.kinds[kind];
+        if (its.is_decided()) return its.last == Trial::SAME;
     }
-    const bool same = makes_the_same(made);
+    const Trial result = makes_the_same(made);
     const Guard guard(r.mutex);
-    r.kinds.emplace(kind, same);
+    Kind &its = r.kinds[kind];
+    its.last = result;
+    its.tries++;
     r.counts.trials++;
-    r.counts.failed_trials += !same;
-    return same;
+    r.counts.failed_trials += result != Trial::SAME;
+    return result == Trial::SAME;
 }
 
 enum class Drop { DONE, LATER, NEVER };
@@ -1092,6 +1133,7 @@ Drop try_drop(const std::shared_ptr<Made> &made) {
     Registry &r = registry();
     std::vector<c10::Storage> leaves; /* let go of with nothing held */
     c10::intrusive_ptr<c10::StorageImpl> storage = made->storage.lock();
+    if (tp_capturing(made->core)) return Drop::LATER; /* nor is anything tried */
     {
         const Guard guard(r.mutex);
         if (storage == nullptr || made->addr == 0 || made->refused || !made->recipe->valid ||

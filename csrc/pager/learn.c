@@ -94,7 +94,7 @@ void tp_learn_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t out
 
 void tp_learn_region(tp_pager *pager, const tp_access *accesses, size_t count,
                      tp_stream stream) {
-    tp_op op = {0};
+    tp_op op = {.stream = stream};
     tp_learn_begin(pager, &op, accesses, count, stream);
     tp_learn_end(pager, &op, NULL, 0);
 }

@@ -114,7 +114,7 @@ static bool work(tp_pager *pager) {
     moved |= reclaim_ahead(pager);
     moved |= tell_first_paging(pager);
     moved |= tell_unseen_write(pager);
-    tp_timing_collect(pager);
+    moved |= tp_timing_collect(pager);
     return moved;
 }
 

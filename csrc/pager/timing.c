@@ -6,7 +6,9 @@
 enum {
     ENOUGH_SAMPLES = 4, /* of a class; then one operator in SPARSE is sampled */
     SPARSE = 64,
-    INNER_MAX = 64 /* who calls more operators than this does little by itself */
+    LOST_GAPS = 8192,   /* in a row, all of which are timed */
+    COLLECTED_MAX = 32, /* in one round: the lock is held */
+    INNER_MAX = 64      /* who calls more operators than this does little by itself */
 };
 
 static uint64_t recorded_total(const tp_pager *pager) {
@@ -117,10 +119,15 @@ static void end_timer(tp_pager *pager, uint32_t number, bool counts) {
 }
 
 /* Whether what comes behind the operator that was recorded last is to be timed, as far as it is known
- * what comes. */
-static bool gap_wanted(const tp_pager *pager, const tp_op *op) {
+ * what comes. A program that repeats nothing never gets so far. */
+static bool gap_wanted(tp_pager *pager, const tp_op *op) {
+    tp_timing *timing = &pager->timing;
     const tp_position where = tp_steps_where(&pager->steps);
-    if (where.step == NULL || where.lost || where.op >= where.step->trace.op_count) return true;
+    if (where.step == NULL || where.lost || where.op >= where.step->trace.op_count) {
+        if (timing->lost_gaps < LOST_GAPS) timing->lost_gaps++;
+        return timing->lost_gaps < LOST_GAPS || op->recorded_total % SPARSE == 0;
+    }
+    timing->lost_gaps = 0;
     return class_wanted(pager, op, where.step->gap_idx[where.op]);
 }
 
@@ -182,15 +189,16 @@ void tp_timing_stop(tp_pager *pager, tp_op *op) {
 }
 
 /* In order, so that it asks for one that is not complete at most: they mostly end in order. */
-void tp_timing_collect(tp_pager *pager) {
+bool tp_timing_collect(tp_pager *pager) {
     tp_timing *timing = &pager->timing;
     const tp_device_ops *ops = pager->dev->ops;
-    while (timing->waiting_count > 0) {
+    for (uint32_t i = 0; timing->waiting_count > 0; i++) {
+        if (i == COLLECTED_MAX) return true;
         const uint32_t number = timing->waiting[timing->waiting_first];
         const tp_timer *timer = &timing->timers[number];
         bool done = false;
         const tp_status status = ops->event_query(pager->dev, timer->end, &done, NULL);
-        if (status == TP_OK && !done) return;
+        if (status == TP_OK && !done) return false;
         uint64_t ns = 0;
         if (status == TP_OK &&
             ops->event_elapsed(pager->dev, timer->begin, timer->end, &ns, NULL) == TP_OK)
@@ -201,6 +209,7 @@ void tp_timing_collect(tp_pager *pager) {
         timing->waiting_count--;
         put(timing, number);
     }
+    return false;
 }
 
 void tp_timing_fini(tp_pager *pager) {

@@ -36,6 +36,7 @@ typedef struct tp_timing {
     uint32_t
         gap; /* 1 + the timer that runs since the operator recorded last has ended; 0: none */
     uint64_t gap_after, gap_waited_ns; /* operators recorded by then; tp_thread_waited_ns */
+    uint32_t lost_gaps;                /* while it is not known what comes */
     bool off;                          /* the device does not tell */
 } tp_timing;
 
@@ -49,8 +50,8 @@ void tp_timing_start(struct tp_pager *pager, tp_op *op);
 void tp_timing_stop(struct tp_pager *pager, tp_op *op);
 /* The calling thread has waited in an allocation: what it runs counts from now on. */
 void tp_timing_resume(struct tp_pager *pager);
-/* Reads what is complete. On the pager's thread. */
-void tp_timing_collect(struct tp_pager *pager);
+/* Reads what is complete. On the pager's thread. True: there may be more. */
+bool tp_timing_collect(struct tp_pager *pager);
 void tp_timing_fini(struct tp_pager *pager);
 
 #endif

@@ -1,8 +1,12 @@
 #include "pager/verify.h"
 
+#include "pager/drop.h"
 #include "pager/pager.h"
 
 enum { WORD = 16 }; /* a fingerprint is of so many bytes at a time */
+/* Half of the places are for what goes and half for what comes back: where the device is far behind,
+ * what goes would take them all, and nothing would be compared. */
+enum { HALF = TP_VERIFY_PLACES / 2 };
 
 /* What was asked for; behind it the block's bytes are nobody's. */
 static size_t looked_at(const tp_block *block) { return block->requested_bytes / WORD * WORD; }
@@ -14,9 +18,9 @@ static bool all_mapped(const tp_block *block) {
     return true;
 }
 
-/* 1 + a place; 0: none is free. */
-static uint8_t place_take(tp_pager *pager) {
-    for (uint32_t i = 0; i < TP_VERIFY_PLACES; i++) {
+static uint8_t place_find(tp_pager *pager, bool back) {
+    const uint32_t first = back ? HALF : 0;
+    for (uint32_t i = first; i < first + HALF; i++) {
         tp_verify_place *place = &pager->verify.places[i];
         if (place->taken || !tp_marker_done(&pager->markers, place->computed)) continue;
         place->taken = true;
@@ -37,13 +41,42 @@ static tp_fingerprint result_of(tp_pager *pager, uint8_t place) {
     return pager->dev->ops->fingerprint_read(pager->dev, TP_PLACES + place - 1u);
 }
 
+/* False: the expected one is not there yet. */
+static bool is_known(tp_pager *pager, tp_print *print) {
+    if (print->known) return true;
+    if (print->place == 0 || !is_computed(pager, print->place)) return false;
+    print->print = result_of(pager, print->place);
+    print->known = true;
+    place_give(pager, print->place);
+    print->place = 0;
+    return true;
+}
+
+/* 1 + a place; 0: none is free. Those of blocks that are dropped are free once they are read. */
+static uint8_t place_take(tp_pager *pager, bool back) {
+    const uint8_t place = place_find(pager, back);
+    if (place != 0 || back) return place;
+    tp_markers_look(&pager->markers);
+    for (tp_link *link = pager->dropped.next; link != &pager->dropped; link = link->next) {
+        (void)is_known(pager, &TP_CONTAINER(link, tp_dropped, link)->print);
+    }
+    tp_markers_look_away(&pager->markers);
+    return place_find(pager, false);
+}
+
 /* 1 + the place where the fingerprint will be, of the block as the stream finds it then. */
-static uint8_t compute(tp_pager *pager, tp_block *block, tp_stream stream) {
+static uint8_t compute(tp_pager *pager, tp_block *block, tp_stream stream, bool back) {
     if (!pager->dev->caps.fingerprints || pager->capture_depth > 0) return 0;
-    const uint8_t place = place_take(pager);
+    const uint8_t place = place_take(pager, back);
     if (place == 0) return 0;
     tp_verify_place *its = &pager->verify.places[place - 1];
-    tp_status status = tp_uses_stream_wait(&pager->markers, stream, &block->uses, NULL);
+    /* Not every use has a marker. */
+    tp_status status = tp_uses_marked(&block->uses)
+                           ? TP_OK
+                           : tp_uses_refresh(&pager->markers, &block->uses, NULL);
+    if (status == TP_OK) {
+        status = tp_uses_stream_wait(&pager->markers, stream, &block->uses, NULL);
+    }
     if (status == TP_OK) {
         status = pager->dev->ops->fingerprint(pager->dev, stream, block->addr, looked_at(block),
                                               TP_PLACES + place - 1u, NULL);
@@ -74,7 +107,7 @@ void tp_verify_dropped(tp_pager *pager, tp_block *block, tp_stream stream, tp_pr
         out->print = compute_now(block);
         out->known = true;
     } else {
-        out->place = compute(pager, block, stream);
+        out->place = compute(pager, block, stream, false);
     }
 }
 
@@ -86,17 +119,6 @@ static void compare(tp_pager *pager, tp_fingerprint expected, tp_fingerprint fou
     if (tp_fingerprint_same(expected, found)) return;
     pager->stats.wrong_reruns++;
     tp_pager_fail(pager, TP_NOT_THE_SAME);
-}
-
-/* False: the expected one is not there yet. */
-static bool is_known(tp_pager *pager, tp_print *print) {
-    if (print->known) return true;
-    if (!is_computed(pager, print->place)) return false;
-    print->print = result_of(pager, print->place);
-    print->known = true;
-    place_give(pager, print->place);
-    print->place = 0;
-    return true;
 }
 
 static tp_check *check_find(tp_verify *verify) {
@@ -114,7 +136,7 @@ void tp_verify_back(tp_pager *pager, tp_block *block, tp_stream stream,
         return;
     }
     tp_check *check = can ? check_find(&pager->verify) : NULL;
-    const uint8_t place = check != NULL ? compute(pager, block, stream) : 0;
+    const uint8_t place = check != NULL ? compute(pager, block, stream, true) : 0;
     if (place == 0) {
         pager->stats.unverified_reruns++;
         tp_verify_forget(pager, expected);
@@ -126,6 +148,8 @@ void tp_verify_back(tp_pager *pager, tp_block *block, tp_stream stream,
 
 void tp_verify_poll(tp_pager *pager) {
     tp_verify *verify = &pager->verify;
+    if (verify->check_count == 0) return;
+    tp_markers_look(&pager->markers);
     for (uint32_t i = 0; verify->check_count > 0 && i < TP_VERIFY_PLACES; i++) {
         tp_check *check = &verify->checks[i];
         if (check->place == 0 || !is_known(pager, &check->expected)) continue;
@@ -136,4 +160,5 @@ void tp_verify_poll(tp_pager *pager) {
         verify->check_count--;
         compare(pager, check->expected.print, found);
     }
+    tp_markers_look_away(&pager->markers);
 }

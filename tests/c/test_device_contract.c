@@ -508,6 +508,29 @@ CONTRACT(polling_an_event_ends) {
     quad_close(be, &q);
 }
 
+CONTRACT(timed_events_tell_the_time_between_them) {
+    const quad q = quad_open(be, be->unit);
+    const tp_device_ops *ops = be->dev->ops;
+    const tp_stream stream = be->dev->copy_stream[TP_COPY_TO_HOST];
+    tp_event from = NULL, to = NULL;
+    MUST_OK(ops->event_create_timed(be->dev, &from, &test_error));
+    MUST_OK(ops->event_create_timed(be->dev, &to, &test_error));
+    fill(be, q.device[0], q.bytes, 82);
+    MUST_OK(ops->event_record(be->dev, from, stream, &test_error));
+    copy(be, TP_COPY_TO_HOST, q.host[0], q.device[0], q.bytes);
+    MUST_OK(ops->event_record(be->dev, to, stream, &test_error));
+    MUST_OK(ops->event_sync(be->dev, to, &test_error));
+    uint64_t ns = 0;
+    EXPECT_OK(ops->event_elapsed(be->dev, from, to, &ns, &test_error));
+    EXPECT(ns < 1000000000);
+    const bool takes_time =
+        be->dev->caps.virtual_clock || strcmp(be->dev->caps.name, "cuda") == 0;
+    EXPECT(ns > 0 || !takes_time);
+    ops->event_destroy(be->dev, from);
+    ops->event_destroy(be->dev, to);
+    quad_close(be, &q);
+}
+
 /* device 0 -> host 0 -> device 1 -> host 1, each on the stream of its direction. */
 CONTRACT(waits_order_copies_across_streams) {
     const quad q = quad_open(be, be->unit);

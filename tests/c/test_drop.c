@@ -174,29 +174,58 @@ TEST(bytes_that_come_back_as_others_stop_everything) {
     EXPECT_EQ(wrong, 1);
 }
 
-/* More of them than places for fingerprints. */
-TEST(drops_without_a_place_for_their_fingerprint_are_counted) {
+/* Nobody has waited for memory, so uses have no markers: the last one on another stream counts. */
+TEST(fingerprint_of_a_drop_waits_for_other_streams) {
+    rig r;
+    rig_open(&r, &(rig_options){.manual = true});
+    const tp_addr addr = rig_alloc(&r, BLOCK, 1);
+    rig_op(&r, 1, addr, BLOCK, 6, true);
+    rig_drain(&r);
+    rig_hold(&r, 1);
+    rig_op(&r, 1, addr, BLOCK, 7, true);
+    tp_dropped *dropped = NULL;
+    EXPECT_OK(tp_drop(r.core, addr, r.streams[0], &dropped, &test_error));
+    const tp_addr back = rerun(&r, BLOCK, 7);
+    tp_bring_back(r.core, dropped, back, r.streams[0]);
+    rig_drain(&r);
+    const tp_stats stats = rig_stats(&r);
+    EXPECT_EQ(stats.unverified_reruns, 0);
+    EXPECT_EQ(stats.wrong_reruns, 0);
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+}
+
+/* More of them than places for fingerprints; the device is far behind, or is not. */
+static uint64_t unverified_of_many(bool behind) {
     enum { MANY = TP_VERIFY_PLACES + 20, SMALL = RIG_GRANULE };
     rig r;
-    rig_open(&r, &(rig_options){0});
+    rig_open(&r, &(rig_options){.manual = true, .budget_bytes = 2 * MANY * SMALL});
     tp_dropped *dropped[MANY];
     for (uint64_t i = 0; i < MANY; i++) {
         const tp_addr addr = rig_alloc(&r, SMALL, 0);
         rig_op(&r, 0, addr, SMALL, i + 1, true);
         EXPECT_OK(tp_drop(r.core, addr, r.streams[0], &dropped[i], &test_error));
+        if (!behind) rig_drain(&r);
     }
     for (uint64_t i = 0; i < MANY; i++) {
         const tp_addr back = rerun(&r, SMALL, i + 1);
         tp_bring_back(r.core, dropped[i], back, r.streams[0]);
         rig_op(&r, 0, back, SMALL, i + 1, false);
         tp_free(r.core, back);
+        if (!behind) rig_drain(&r);
     }
     rig_drain(&r);
     const tp_stats stats = rig_stats(&r);
-    EXPECT(stats.unverified_reruns >= 20 && stats.unverified_reruns < MANY);
     EXPECT_EQ(stats.wrong_reruns, 0);
     EXPECT_EQ(r.wrong, 0);
     rig_close(&r);
+    return stats.unverified_reruns;
+}
+
+TEST(drops_without_a_place_for_their_fingerprint_are_counted) {
+    const uint64_t behind = unverified_of_many(true);
+    EXPECT(behind >= 20 && behind <= 20 + TP_VERIFY_PLACES / 2);
+    EXPECT_EQ(unverified_of_many(false), 0);
 }
 
 typedef struct counted {

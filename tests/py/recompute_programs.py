@@ -16,13 +16,13 @@ SMALL = {"large_min": "4 KiB", "granularity": "4 KiB"}
 
 
 @contextlib.contextmanager
-def forced(budget="6 MiB", host=None):
+def forced(budget="6 MiB", host=None, device="64 MiB"):
     """Drop whatever may be dropped, as soon as it may be. Yields what counts the drops."""
     recompute.force(True)
     _torch_cpu.hook_forced(2)
     try:
         with (
-            torchpager.simulate("64 MiB", **SMALL),
+            torchpager.simulate(device, **SMALL),
             torchpager.budget(budget),
             torchpager.auto_offload(recompute=True, host=host),
         ):

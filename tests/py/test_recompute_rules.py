@@ -428,6 +428,38 @@ def test_leaving_contexts_without_memory_is_no_crash():
         assert bits(x.grad) == bits(expected_gradient(x))
 
 
+def test_a_trial_without_memory_is_made_again_some_time():
+    before = recompute.counts()
+    with forced(budget="12 MiB", host="3 MiB") as drops:
+        ballast = torch.ones(2 << 20)  # 8 MiB
+        x = torch.ones(5 << 17, requires_grad=True)  # 2.5 MiB
+        loss = torch.exp(x).sum()  # as much again
+        operators(1)
+        assert drops.count == 0
+        assert recompute.counts().failed_trials > before.failed_trials
+        del ballast
+        operators(1)
+        assert drops.count == 1
+        loss.backward()
+        assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_a_trial_looks_at_every_byte():
+    def function(x, number):
+        made = torch.exp(x)
+        made[-1] = number
+        return made
+
+    x = torch.ones(9 << 20)  # 36 MiB
+    with kernel(function), forced(budget="200 MiB", device="256 MiB") as drops:
+        weight = torch.ones(9 << 20, requires_grad=True)
+        loss = (torch.rsqrt(x + 0) * weight).sum()
+        operators()
+        assert drops.count == 0
+        loss.backward()
+        assert weight.grad[-1] == 1
+
+
 def fails_at(number):
     def function(x, call):
         if call == number:
