@@ -12,8 +12,9 @@ import pytest
 # Deterministic matrix products; read by cuBLAS when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-import hang_guard
 import torch
+
+import hang_guard
 from hang_guard import (  # noqa: F401
     pytest_exception_interact,
     pytest_runtest_logreport,

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from hang_guard import guard
 from torch import nn
 from torch.utils import data
 
 import torchpager
+from hang_guard import guard
 from torchpager import _core, testing
 
 MIB = 1 << 20

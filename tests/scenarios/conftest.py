@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from places import Place
+
 from hang_guard import (  # noqa: F401
     failures,
     pytest_configure,
@@ -12,8 +14,6 @@ from hang_guard import (  # noqa: F401
     pytest_runtest_logreport,
     pytest_runtest_protocol,
 )
-from places import Place
-
 from torchpager import _control, _core, _torch_cpu
 from torchpager.simulate import _close_core as close_core
 
