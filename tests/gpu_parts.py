@@ -6,8 +6,9 @@
 
 Every part runs, whatever became of those before it: it has its share of the time for sure, and
 what they have left as well. A part that takes longer is interrupted, so that it can say what it
-knows, and then ended with all its processes. What comes after ``--`` goes to pytest. Exits with
-1 when a part failed.
+knows, and then ended with all its processes. A test that ends the process of its part, by a
+crash or by its limit, is a failure, and the part goes on behind it. What comes after ``--`` is
+for pytest. Exits with 1 when a part failed.
 """
 
 import argparse
@@ -15,12 +16,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+
+import hang_guard
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_S = 475.0
@@ -125,14 +129,15 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(part: Part, seconds: float) -> Ended:
+def run(part: Part, seconds: float, **environment: str) -> Ended:
     """Run a part in a process group of its own."""
     print(f"\n== {part.name}: {seconds:.0f} s at most", flush=True)
     begin = time.monotonic()
     # This make's own settings are not for another make.
-    environment = {key: os.environ[key] for key in os.environ if not key.startswith("MAKE")}
-    environment["PYTHONUNBUFFERED"] = "1"  # what a part has said is seen if it is killed
-    process = subprocess.Popen(part.command, cwd=ROOT, env=environment, start_new_session=True)
+    found = {key: os.environ[key] for key in os.environ if not key.startswith("MAKE")}
+    found |= environment
+    found["PYTHONUNBUFFERED"] = "1"  # what a part has said is seen if it is killed
+    process = subprocess.Popen(part.command, cwd=ROOT, env=found, start_new_session=True)
     code = None
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -147,6 +152,26 @@ def run(part: Part, seconds: float) -> Ended:
     return Ended(part.name, time.monotonic() - begin, code)
 
 
+def run_through(part: Part, seconds: float) -> Ended:
+    """Run a part of one process; behind a test that has ended the process go on."""
+    begin = time.monotonic()
+    worst: int | None = 0
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "begun")
+        file.touch()
+        while True:
+            known = len(file.read_text())
+            left = seconds - (time.monotonic() - begin)
+            ended = run(part, left, **{hang_guard.BEGUN: str(file)})
+            worst = ended.code if worst in (0, NO_TESTS) or ended.code is None else worst
+            begun = file.read_text()
+            if ended.code is None or len(begun) == known or hang_guard.AT_THE_END in begun:
+                break
+            print(f"{begun.splitlines()[-1]}: ended the process, {ended.code}", flush=True)
+            worst = ended.code or 1
+    return Ended(part.name, time.monotonic() - begin, worst)
+
+
 def run_all(parts: Sequence[Part], total_s: float) -> list[Ended]:
     """Run the parts; return what became of each."""
     end = time.monotonic() + total_s
@@ -154,7 +179,9 @@ def run_all(parts: Sequence[Part], total_s: float) -> list[Ended]:
     for index, part in enumerate(parts):
         left = end - time.monotonic()
         later = sum(each.share_s for each in parts[index + 1 :])
-        ended.append(run(part, min(left, max(part.share_s, left - later))))
+        seconds = min(left, max(part.share_s, left - later))
+        alone = part.is_pytest and "-n" not in part.command  # else xdist does it
+        ended.append((run_through if alone else run)(part, seconds))
         if part.needed and not ended[-1].good:
             break
     return ended

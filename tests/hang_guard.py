@@ -1,6 +1,8 @@
 """Hooks of pytest: no test hangs, and what failed is said at once.
 
 A conftest takes them over by importing them, and then they are for the tests of its folder.
+With the name of a file in TORCHPAGER_TESTS_BEGUN they write down there which tests have begun,
+and leave out those that had begun before: so a run goes on behind one that ended the process.
 """
 
 import faulthandler
@@ -9,8 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
+
+BEGUN = "TORCHPAGER_TESTS_BEGUN"
+AT_THE_END = "all have ended"
 
 LIMIT_S = 90
 # After a failed test its teardown gets at least that long.
@@ -68,9 +74,30 @@ def pytest_configure(config: pytest.Config) -> None:
     guard.open(config)
 
 
+def note(line: str) -> None:
+    """Write a line to the file of what has begun, if there is one."""
+    if BEGUN in os.environ:
+        with open(os.environ[BEGUN], "a") as file:
+            file.write(f"{line}\n")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what had begun before."""
+    path = Path(os.environ.get(BEGUN, ""))
+    begun = set(path.read_text().splitlines()) if path.is_file() else set()
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in begun])
+    items[:] = [item for item in items if item.nodeid not in begun]
+
+
+def pytest_sessionfinish() -> None:
+    """Note that no test has ended the process."""
+    note(AT_THE_END)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Watch a test with its setup and its teardown."""
+    note(item.nodeid)
     mark = item.get_closest_marker("limit")
     with guard.within(mark.args[0] if mark else LIMIT_S):
         return (yield)

@@ -19,6 +19,7 @@ from hang_guard import (  # noqa: F401
     pytest_exception_interact,
     pytest_runtest_logreport,
     pytest_runtest_protocol,
+    pytest_sessionfinish,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: of make test-gpu-long, not of make test-gpu")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    hang_guard.pytest_collection_modifyitems(config, items)
     if torch.cuda.is_available():
         return
     for item in items:

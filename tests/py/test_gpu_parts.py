@@ -59,6 +59,27 @@ def test_what_a_part_has_started_ends_with_it(tmp_path):
     assert not file.exists()
 
 
+def test_part_goes_on_behind_a_test_that_ended_the_process(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    (tmp_path / "conftest.py").write_text("from hang_guard import *\n")
+    file = tmp_path / "test_it.py"
+    file.write_text(
+        "import os, pytest, time\n"
+        "def test_1(): assert False\n"
+        "def test_2(): os._exit(7)\n"
+        "@pytest.mark.limit(1)\n"
+        "def test_3(): time.sleep(50)\n"
+        "def test_4(): pass\n"
+    )
+    made = gpu_parts.pytest_part("mine", 40.0, "--rootdir", str(tmp_path), "-v", str(file))
+    (ended,) = gpu_parts.run_all([made], 40.0)
+    assert not ended.good
+    printed = capfd.readouterr().out
+    assert "1 passed, 3 deselected" in printed
+    assert printed.count("ended the process") == 2
+    assert printed.count("test_4 PASSED") == 1
+
+
 def test_every_file_has_a_part_and_all_parts_their_time(capsys):
     parts = gpu_parts.usual_parts()
     assert sum(each.share_s for each in parts) <= gpu_parts.TOTAL_S < 480

@@ -9,10 +9,12 @@ from places import Place
 
 from hang_guard import (  # noqa: F401
     failures,
+    pytest_collection_modifyitems,
     pytest_configure,
     pytest_exception_interact,
     pytest_runtest_logreport,
     pytest_runtest_protocol,
+    pytest_sessionfinish,
 )
 from torchpager import _control, _core, _torch_cpu
 from torchpager.simulate import _close_core as close_core
