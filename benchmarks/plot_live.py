@@ -210,7 +210,7 @@ def draw_workload(axes: Any, workload: str, rows: Sequence[dict[str, Any]]) -> N
     write_labels(axes, sorted(drawn, key=lambda row: row["kind"] != "native"), unit)
 
 
-def add_legend(figure: Any) -> None:
+def add_legend(figure: Any, columns: int) -> None:
     """Say what the marks mean."""
     from matplotlib.lines import Line2D
 
@@ -225,7 +225,7 @@ def add_legend(figure: Any) -> None:
         mark("s", PEERS, True, "other tools, native's bits"),
         mark("s", PEERS, False, "other bits"),
     ]
-    figure.legend(handles=handles, fontsize=9, loc="outside lower center", ncols=5)
+    figure.legend(handles=handles, fontsize=9, loc="outside lower center", ncols=columns)
 
 
 def draw(rows: Sequence[dict[str, Any]], out: Path) -> list[str]:
@@ -242,7 +242,7 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> list[str]:
     figure, grid = pyplot.subplots(
         lines, columns, figsize=(8 * columns, 5 * lines), layout="constrained", squeeze=False
     )
-    add_legend(figure)
+    add_legend(figure, 3 if columns == 1 else 5)
     panels = list(grid.flat)
     for axes, (workload, its) in zip(panels, by_workload.items(), strict=False):
         draw_workload(axes, workload, its)
