@@ -95,8 +95,8 @@ def main() -> int:
     print(format_table([row_of(run, word) for run, word in zip(runs, equal, strict=True)]))
     for one in found:
         print(
-            f"{one['name']}: step {one['step_s'] * 1e3:.0f} ms (behind the first {WARM_STEPS}), "
-            f"{one['ratio']:.2f} x native"
+            f"{one['name']}: step {one['step_s'] * 1e3:.0f} ms, {one['ratio']:.2f} x native "
+            f"(behind the first {WARM_STEPS})"
         )
     failures = [text for one in found for text in one["exceeded"]]
     failures += [f"{one['name']}: other {kind}" for one in found for kind in one["differences"]]
