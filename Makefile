@@ -4,6 +4,7 @@
 #   TORCH    what pip installs as torch, for example TORCH=torch==2.13.0
 #   VENV     where it goes
 #   WORKLOAD of benchmarks/live.py, for bench: gpt, resnet50, llama-generate, vit, llama-lora
+#   PART     of test-gpu and test-gpu-long (tests/gpu_parts.py): only these parts
 #   *_ARGS   more arguments for what a target runs
 
 PYTHON ?= python3
@@ -13,6 +14,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 WORKLOAD ?=
+PART ?=
 REPLAY_ARGS ?=
 MECHANISMS ?=
 JUDGE_ARGS ?=
@@ -25,6 +27,8 @@ TEST_TOOLS = pytest pytest-timeout hypothesis coverage rich matplotlib accelerat
 LINT_TOOLS = ruff mypy clang-format==$(CLANG_FORMAT_VERSION)
 
 PY = $(VENV)/bin/python
+# .venv's, or on a GPU machine its own.
+ANY_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP = $(VENV)/.ready
 C_FILES = $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp')
 PY_FILES = python tests benchmarks examples docs setup.py
@@ -65,21 +69,15 @@ test-py: build ## the Python tests, and the named scenarios on the simulated dev
 	$(PY) -m pytest tests/py tests/scenarios $(PYTEST_ARGS)
 
 test-gpu: ## on a GPU machine, with its own python and torch: C contract on CUDA, tests/gpu, scenarios
-	$(PYTHON) setup.py --quiet build_ext --inplace
-	timeout 120 $(MAKE) -C tests/c test-cuda
-	$(IN_PLACE) timeout --signal=INT --kill-after=30 300 \
-	    $(PYTHON) -X faulthandler -m pytest tests/gpu -m "not long" $(PYTEST_ARGS)
-	$(IN_PLACE) timeout --signal=INT --kill-after=30 240 \
-	    $(PYTHON) -X faulthandler -m pytest tests/scenarios -m gpu $(PYTEST_ARGS)
+	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py $(PART) -- $(PYTEST_ARGS)
 
-test-gpu-long: ## there too: the 16-layer GPT at 75, 50 and 40%, five models at 40%, overhead
-	$(PYTHON) setup.py --quiet build_ext --inplace
-	$(IN_PLACE) timeout --signal=INT --kill-after=30 470 \
-	    $(PYTHON) -X faulthandler -m pytest tests/gpu -m long $(PYTEST_ARGS)
+test-gpu-long: ## there too, what takes minutes; PART="live gpt_bits" (or recompute models overhead regions)
+	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py --long $(PART) -- $(PYTEST_ARGS)
 
 test-gpu-ops: ## there too: PyTorch's operator samples, 7 minutes of them; run it again for the rest
 	$(PYTHON) setup.py --quiet build_ext --inplace
-	$(IN_PLACE) $(PYTHON) tests/judge/operators.py --device cuda --seconds 400 $(JUDGE_ARGS) || [ $$? -eq 3 ]
+	$(IN_PLACE) timeout --kill-after=5 470 $(PYTHON) tests/judge/operators.py --device cuda --jobs 6 \
+	    --seconds 400 $(JUDGE_ARGS) || [ $$? -eq 3 ]
 
 judge: build ## the whole of PyTorch's operator samples and of gpytorch's tests, under paging; half an hour
 	$(PY) tests/judge/operators.py $(JUDGE_ARGS)
@@ -90,11 +88,12 @@ judge-tenth: build ## a tenth of both, chosen by a seed
 	$(PY) tests/judge/foreign_suite.py --share 10 $(JUDGE_ARGS)
 
 bench: ## overhead without pressure; WORKLOAD=gpt (live.py --help): native, ours and other tools, live
-	$(IN_PLACE) timeout $(if $(WORKLOAD),480,470) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) \
+	$(ANY_PY) setup.py --quiet build_ext --inplace
+	$(IN_PLACE) timeout --kill-after=5 475 $(ANY_PY) \
 	    $(if $(WORKLOAD),benchmarks/live.py --workload $(WORKLOAD),benchmarks/overhead.py) $(BENCH_ARGS)
 
 bench-plot: ## what they have measured, as build/live.png; needs matplotlib
-	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) benchmarks/plot_live.py $(BENCH_ARGS)
+	$(ANY_PY) benchmarks/plot_live.py $(BENCH_ARGS)
 
 replay: build ## recorded traces under a virtual clock: what plans make of them; build/replay.json
 	$(PY) benchmarks/replay.py --check benchmarks/results/replay.json $(REPLAY_ARGS)

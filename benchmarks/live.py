@@ -1,9 +1,10 @@
 """Real programs, live: native, inside shares of the native peak, and with other tools.
 
 Each run is a process of its own with a timeout; native and peers do not import torchpager. Rows
-are added to ``benchmarks/results/live.json`` as they come and printed as a table; rows that the
-file has for the same sources are not run again. What does not work (a peer that is not
-installed, or runs out of memory) is a row with its reason.
+are added to a file (``--json``; ``benchmarks/results/live.json``) as they come and printed as a
+table; rows that the file has for the same sources are not run again, so a file that was taken
+along is gone on with elsewhere. What does not work (a peer that is not installed, or runs out
+of memory) is a row with its reason, and the next run tries it once more.
 
     python benchmarks/live.py --workload gpt
     python benchmarks/live.py --workload gpt --only 'native,ours-50%,save_on_cpu' --again
@@ -17,10 +18,13 @@ in use before the run began; so the CUDA context is in it.
 import argparse
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -45,15 +49,25 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/live.json"
 GIB = 1 << 30
 GRANULE = 2 << 20
+# How long before the end of its time a run prints every thread's stack.
+STACKS_S = 5.0
+# What figures depend on.
+SOURCES = ("csrc", "python", "benchmarks")
+SUFFIXES = (".c", ".h", ".cpp", ".cu", ".py")
+MADE = ("_build.py",)  # by setup.py; what it says of torch a row says too
 # What is left of the time below which no further run is begun.
 LEAST_S = 30.0
+# A row that failed so often will fail again.
+TRIES = 2
 # By how much what is in use between runs may differ.
 SETTLED_BYTES = 64 << 20
 SHARES = ("80%", "67%", "50%", "35%")
 
+# Optimizers on the CPU, of other tools, have all that there are.
+ALL_THREADS = len(os.sched_getaffinity(0))
 ON_GPU = {
-    "size": "full", "device": "cuda", "threads": 2, "seed": 1, "piece_bytes": 64 << 20,
-    "large_min_bytes": 0, "simulated_bytes": 0,
+    "size": "full", "device": "cuda", "threads": ALL_THREADS, "seed": 1,
+    "piece_bytes": 64 << 20, "large_min_bytes": 0, "simulated_bytes": 0,
 }  # fmt: skip
 ON_CPU = {
     "size": "small", "device": "cpu", "threads": 1, "seed": 1, "piece_bytes": 8 << 10,
@@ -141,7 +155,8 @@ TRAINING = (
     *peers("selective", "checkpoint-50%", "checkpoint", slow=("save_on_cpu",)),
 )
 # By workload: steps of a row, and of a slow one.
-STEPS = {False: (Steps(5, 10), Steps(2, 3)), True: (Steps(8, 24), Steps(2, 4))}
+# Plans are carried out from about the seventh step on.
+STEPS = {False: (Steps(8, 10), Steps(2, 3)), True: (Steps(8, 24), Steps(2, 4))}
 TOKENS = {"llama-generate"}
 
 
@@ -156,25 +171,28 @@ def rows_of(workload: str, device: str) -> tuple[Row, ...]:
 # -- where this runs -----------------------------------------------------------------------
 
 
-def git(*arguments: str) -> str | None:
-    """Return what git answers; None: there is none."""
+def commit_of() -> str | None:
+    """Name the commit, and say if something differs from it; None: there is no repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
-        )
+        changed = git("status", "--porcelain", "--", *SOURCES, ":!benchmarks/results")
+        return git("rev-parse", "--short=10", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout
 
 
-def sources() -> str:
-    """Name the sources: the commit, and what differs from it, the results left out."""
-    commit = git("rev-parse", "--short=10", "HEAD")
-    if commit is None:
-        return "unknown"
-    changes = git("diff", "HEAD", "--", ".", ":!benchmarks/results") or ""
-    suffix = f"+{hashlib.sha256(changes.encode()).hexdigest()[:6]}" if changes else ""
-    return commit.strip() + suffix
+def sources(root: Path = ROOT) -> str:
+    """Name the sources by their contents, which are the same wherever they were copied to."""
+    digest = hashlib.sha256()
+    for path in sorted(path for top in SOURCES for path in (root / top).rglob("*")):
+        if path.suffix in SUFFIXES and path.name not in MADE:
+            name, text = path.relative_to(root).as_posix(), path.read_bytes()
+            digest.update(f"{name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -219,6 +237,12 @@ def source_of(device: str) -> Source | None:
 # -- runs ----------------------------------------------------------------------------------
 
 
+def innermost(stacks: str) -> str:
+    """Return the innermost frame of the main thread, which comes last in a dump of stacks."""
+    frames = stacks.rpartition("(most recent call first):\n")[2].splitlines()
+    return frames[0].strip() if frames else ""
+
+
 @dataclass
 class Session:
     """What is the same for all rows of a run of this program."""
@@ -226,7 +250,8 @@ class Session:
     workload: str
     settings: dict[str, Any]
     machine: Machine
-    commit: str
+    sources: str
+    commit: str | None
     source: Source | None
     row_seconds: float
     least_used: int | None = None
@@ -239,7 +264,7 @@ class Session:
     def is_mine(self, found: dict[str, Any]) -> bool:
         """Whether a row of the file is of this workload, these sources and this machine."""
         mine = {
-            "workload": self.workload, "commit": self.commit, "machine": self.machine.name,
+            "workload": self.workload, "sources": self.sources, "machine": self.machine.name,
             "torch": self.machine.torch, "size": self.settings["size"],
         }  # fmt: skip
         return all(found.get(name) == value for name, value in mine.items())
@@ -278,20 +303,25 @@ class Session:
         idle = self.idle_bytes()
         begin = time.monotonic()
         largest, sampled_by = None, self.source.name if self.source else SimulatedDevice.name
-        try:
-            answer = run_watched(
-                row.name,
-                [sys.executable, str(ROOT / "benchmarks/live_run.py")],
-                settings,
-                device=settings["device"],
-                sampler_of=lambda pid, _: self.sampler_of(idle, pid, row.paged),
-                timeout_s=self.row_seconds,
-            )
-            result, largest = answer.result, answer.largest_outside
-        except RunError as error:
-            print(error, file=sys.stderr)
-            lines = str(error).strip().splitlines()
-            result = {"failed": f"{lines[0]} {lines[-1]}"[:500]}
+        with tempfile.NamedTemporaryFile("r") as stacks:
+            # By the clock of all processes: a run that is late says where it is, and then ends.
+            settings["stacks"] = stacks.name
+            settings["stacks_at"] = time.time() + self.row_seconds - STACKS_S
+            try:
+                answer = run_watched(
+                    row.name,
+                    [sys.executable, str(ROOT / "benchmarks/live_run.py")],
+                    settings,
+                    device=settings["device"],
+                    sampler_of=lambda pid, _: self.sampler_of(idle, pid, row.paged),
+                    timeout_s=self.row_seconds,
+                )
+                result, largest = answer.result, answer.largest_outside
+            except RunError as error:
+                found = stacks.read()
+                print(error, found, sep="\n", file=sys.stderr)
+                lines = str(error).strip().splitlines()
+                result = {"failed": f"{lines[0]} {innermost(found) or lines[-1]}"[:500]}
         return self.row(row, steps, budget_bytes, result) | {
             "true_peak_bytes": largest,
             "sampled_by": sampled_by,
@@ -310,7 +340,9 @@ class Session:
             "machine": self.machine.name,
             "driver": self.machine.driver,
             "torch": self.machine.torch,
+            "sources": self.sources,
             "commit": self.commit,
+            "threads": self.settings["threads"],
             "size": self.settings["size"],
             "budget_bytes": budget_bytes or None,
             "warm_steps": steps.warm,
@@ -446,7 +478,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     if few:
         steps += f" ({few['warm_steps']} and {few['timed_steps']} where it is slow)"
     what = (native["workload"], native["machine"], f"driver {native['driver']}")
-    head = ", ".join([*what, f"torch {native['torch']}", native["commit"], native["date"][:10]])
+    version = f"sources {native['sources']} ({native['commit'] or 'no commit'})"
+    head = ", ".join([*what, f"torch {native['torch']}", version, native["date"][:10]])
     how = (
         f"{steps}; sizes in {unit}, peaks from outside by {native['sampled_by']}; allocated: "
         "of ours, what its budget bounds"
@@ -470,7 +503,9 @@ class Bench:
         self._session = session
         self._path = path
         self._deadline = deadline
-        self.found = {row["row"]: row for row in load(path) if session.is_mine(row)}
+        known = [row for row in load(path) if session.is_mine(row)]
+        self.found = {row["row"]: row for row in known}
+        self._failures = Counter(row["row"] for row in known if row["failed"] is not None)
 
     def run(self, rows: Sequence[Row], only: str | None, again: bool) -> bool:
         """Run what is asked for and not known. False: there is no reference."""
@@ -498,7 +533,10 @@ class Bench:
 
     def _one(self, row: Row, again: bool, peak_bytes: int | None = None) -> None:
         known = self.found.get(row.name)
-        if known is not None and not again:
+        settled = known is not None and (
+            known["failed"] is None or self._failures[row.name] >= TRIES
+        )
+        if settled and not again:
             return
         left_s = self._deadline - time.monotonic()
         if left_s < LEAST_S:
@@ -577,7 +615,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         workload=arguments.workload,
         settings=ON_GPU if device == "cuda" else ON_CPU,
         machine=machine_of(device),
-        commit=sources(),
+        sources=sources(),
+        commit=commit_of(),
         source=source_of(device),
         row_seconds=arguments.row_seconds,
     )

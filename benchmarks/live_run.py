@@ -6,6 +6,7 @@ Both are JSON files; ``live.py`` writes the one and reads the other. Without pag
 torchpager is imported. What goes wrong inside the run is a result too.
 """
 
+import faulthandler
 import gc
 import json
 import os
@@ -169,6 +170,9 @@ def reason(error: BaseException) -> str:
 def main(argv: list[str]) -> int:
     """Do the run that is described in one file and write what came of it to another."""
     settings = json.loads(Path(argv[0]).read_text())
+    if "stacks" in settings:
+        late = max(0.1, settings["stacks_at"] - time.time())
+        faulthandler.dump_traceback_later(late, file=open(settings["stacks"], "w"))  # noqa: SIM115
     try:
         result = run(settings)
     except Exception as error:

@@ -1,9 +1,12 @@
 """What torchpager costs a program that fits: native, installed, with the operator hook sampling
-(from half of the budget on) and with it fully armed (from the first eviction on).
+(from half of the budget on; here it is told to), and armed (from the first eviction on).
+
+Armed is the whole of it: a tensor of no use is evicted, and from then on steps are recorded,
+learnt and planned for. Each time that takes some steps, which warm up.
 
 They are timed in turns inside one process, on one model, so that clocks, caches and
 fragmentation are the same for all; the figures are medians over the rounds, the ratios medians
-of the ratios within a round. Nothing is evicted.
+of the ratios within a round. Nothing else is evicted.
 
     python benchmarks/overhead.py --json build/overhead.json
 
@@ -25,16 +28,22 @@ from typing import Any
 import torch
 
 import torchpager
-from torchpager import _torch_cpu
+from torchpager import _torch_cpu, testing
 from torchpager.demo_train import GPT, Config, Silent, one_step, synchronize
 
-# And how far the hook is armed in each.
-MODES = {"native": 0, "installed": 0, "sampling": 1, "armed": 2}
+MODES = ("native", "installed", "sampling", "armed")
+# Steps until plans are made, if there is one to be made.
+ARMED_WARM_STEPS = 8
+SAMPLING = 1  # as hook_forced() counts
+GPU_BLOCK = 32 << 20
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, how often a turn steps it before and while timing, and turns in a round."""
+    """A model, how often a turn steps it before and while timing, and turns in a round.
+
+    Armed, more steps come before.
+    """
 
     name: str
     config: Config
@@ -55,7 +64,7 @@ BIG = Workload(
         vocabulary=32768,
         autocast=True,
     ),
-    warm_steps=1,
+    warm_steps=2,
     timed_steps=1,
 )
 SMALL = Workload(
@@ -95,18 +104,26 @@ def stepper(config: Config) -> Callable[[], None]:
 Switch = Callable[[str], None]
 
 
+def arm(device: str, size: int) -> None:
+    """Have something evicted, as when memory has become tight."""
+    of_no_use = torch.zeros(size, dtype=torch.uint8, device=device)
+    testing.evict(of_no_use)
+
+
 @contextmanager
 def gpu_switch() -> Iterator[Switch]:
     """Yield what puts the process into a mode: outside or inside ``auto_offload()``."""
     active: list[Any] = []
 
     def switch(mode: str) -> None:
-        if mode == "native" and active:
+        _torch_cpu.hook_forced(SAMPLING if mode == "sampling" else 0)
+        if active:  # also from armed to another mode: that disarms
             active.pop().stop()
-        if mode != "native" and not active:
+        if mode != "native":
             active.append(torchpager.auto_offload())
             active[0].start()
-        _torch_cpu.hook_forced(MODES[mode])
+        if mode == "armed":
+            arm("cuda", GPU_BLOCK)
 
     yield switch
     switch("native")
@@ -115,23 +132,30 @@ def gpu_switch() -> Iterator[Switch]:
 @contextmanager
 def cpu_switch(large_min: int) -> Iterator[Switch]:
     """Yield the same for CPU tensors, inside ``simulate()``."""
+    active: list[Any] = []
 
     def switch(mode: str) -> None:
+        _torch_cpu.hook_forced(SAMPLING if mode == "sampling" else 0)
+        if active:
+            active.pop().stop()
         if mode == "native" and _torch_cpu.installed():
             _torch_cpu.uninstall()
         if mode != "native" and not _torch_cpu.installed():
             _torch_cpu.install(large_min)
-        _torch_cpu.hook_forced(MODES[mode])
+        # On CPU tensors auto_offload() arms the hook from the start.
+        if mode == "armed":
+            active.append(torchpager.auto_offload())
+            active[0].start()
+            arm("cpu", large_min)
 
-    # No auto_offload(): on CPU tensors it arms the hook from the start.
     with torchpager.simulate("2 GiB", granularity=large_min, large_min=large_min):
         yield switch
         switch("installed")  # as it was found
 
 
-def turn(workload: Workload, step: Callable[[], None]) -> float:
+def turn(workload: Workload, step: Callable[[], None], warm_steps: int) -> float:
     """Return the seconds of one step, after warming up."""
-    for _ in range(workload.warm_steps):
+    for _ in range(warm_steps):
         step()
     synchronize(workload.config.device)
     begin = time.perf_counter()
@@ -148,17 +172,17 @@ def measure(workload: Workload, rounds: int, switch: Switch) -> Any:
     for _ in range(3):
         step()
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    evictions = torchpager.stats().evictions.count
-    calls = _torch_cpu.hook_calls()
+    evictions = 0
     seen_by_mode = dict.fromkeys(MODES, 0)
-    modes = tuple(MODES)
     for index in range(rounds):
-        for shift in range(len(modes)):
-            mode = modes[(index + shift) % len(modes)]
+        for shift in range(len(MODES)):
+            mode = MODES[(index + shift) % len(MODES)]
             switch(mode)
-            times[mode].append(turn(workload, step))
+            warm_steps = ARMED_WARM_STEPS if mode == "armed" else workload.warm_steps
+            calls, before = _torch_cpu.hook_calls(), torchpager.stats().evictions.count
+            times[mode].append(turn(workload, step, warm_steps))
             seen_by_mode[mode] += _torch_cpu.hook_calls() - calls
-            calls = _torch_cpu.hook_calls()
+            evictions += torchpager.stats().evictions.count - before
     ratios = {
         mode: median(a / b for a, b in zip(times[mode], times["native"], strict=True))
         for mode in MODES
@@ -169,7 +193,7 @@ def measure(workload: Workload, rounds: int, switch: Switch) -> Any:
         "step_ms": {mode: median(times[mode]) * 1e3 for mode in MODES},
         "ratio": ratios,
         "hook_calls": seen_by_mode,
-        "evictions": torchpager.stats().evictions.count - evictions,
+        "evictions": evictions,
     }
 
 

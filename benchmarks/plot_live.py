@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/live.json"
-OURS, PEERS, NATIVE = "#c1272d", "#4f5b66", "#1b1b1b"
+OURS, AGAIN, PEERS, NATIVE = "#c1272d", "#1f6fb4", "#4f5b66", "#1b1b1b"
 # From here on, slowest over fastest, a linear scale crowds what is fast.
 LOG_FROM = 6.0
 ORDER = ("gpt", "resnet50", "vit", "llama-lora", "llama-generate")
@@ -26,7 +26,7 @@ ORDER = ("gpt", "resnet50", "vit", "llama-lora", "llama-generate")
 
 def group_of(row: dict[str, Any]) -> tuple[str, ...]:
     """Return what rows must share to be compared."""
-    return tuple(row[name] for name in ("machine", "torch", "commit", "size"))
+    return tuple(row[name] for name in ("machine", "torch", "sources", "size"))
 
 
 def newest(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -49,9 +49,27 @@ def is_drawn(row: dict[str, Any]) -> bool:
     return row["failed"] is None and bool(row["true_peak_bytes"])
 
 
-def is_on_line(row: dict[str, Any]) -> bool:
-    """Whether it is the plain program inside a budget."""
-    return row["kind"] == "ours" and "checkpoint" not in row["row"]
+def line_of(row: dict[str, Any]) -> str | None:
+    """Return the line that a row is on: the plain program in budgets, of one kind; or None."""
+    if row["kind"] != "ours" or "checkpoint" in row["row"]:
+        return None
+    return "again" if row["row"].startswith("again") else "ours"
+
+
+def lines_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each line, from left to right."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["true_peak_bytes"] or 0):
+        if name := line_of(row):
+            found.setdefault(name, []).append(row)
+    return found
+
+
+def color_of(row: dict[str, Any]) -> str:
+    """Return the colour of a row's mark and name."""
+    if line_of(row) == "again":
+        return AGAIN
+    return {"ours": OURS, "native": NATIVE}.get(row["kind"], PEERS)
 
 
 def unit_of(rows: Sequence[dict[str, Any]]) -> tuple[int, str]:
@@ -75,7 +93,9 @@ def draw_mark(axes: Any, row: dict[str, Any], unit: int, marker: str, color: str
 
 def label_of(row: dict[str, Any]) -> str:
     """Return what stands beside a mark."""
-    name = row["row"].removeprefix("ours-") if is_on_line(row) else row["row"]
+    name = str(row["row"])
+    if line := line_of(row):
+        name = name.removeprefix(f"{line}-")
     return "no limit" if name == "ours" else name
 
 
@@ -106,7 +126,7 @@ def along(points: Sequence[tuple[float, float]]) -> list[Box]:
 def write_label(axes: Any, row: dict[str, Any], unit: int, taken: Sequence[Box]) -> Box:
     """Write a name beside its mark, where it covers least."""
     frame = axes.bbox
-    color = {"ours": OURS, "native": NATIVE}.get(row["kind"], PEERS)
+    color = color_of(row)
     found = []
     for dx, dy in PLACES:
         text = axes.annotate(
@@ -136,8 +156,8 @@ def write_labels(axes: Any, rows: Sequence[dict[str, Any]], unit: int) -> None:
         return float(x), float(y)
 
     taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in map(pixels, rows)]
-    line = sorted(filter(is_on_line, rows), key=lambda row: row["true_peak_bytes"])
-    taken += along([pixels(row) for row in line])
+    for line in lines_of(rows).values():
+        taken += along([pixels(row) for row in line])
     for row in rows:
         if row["kind"] == "native":
             level = pixels(row)[1]
@@ -150,21 +170,19 @@ def draw_workload(axes: Any, workload: str, rows: Sequence[dict[str, Any]]) -> N
     """Draw a panel."""
     unit, unit_name = unit_of(rows)
     drawn = [row for row in rows if is_drawn(row)]
-    line = sorted(filter(is_on_line, drawn), key=lambda row: row["true_peak_bytes"])
-    axes.plot(
-        [row["true_peak_bytes"] / unit for row in line],
-        [row["step_s"] for row in line],
-        "-",
-        color=OURS,
-        linewidth=1.8,
-        label="torchpager",
-    )
+    for line in lines_of(drawn).values():
+        axes.plot(
+            [row["true_peak_bytes"] / unit for row in line],
+            [row["step_s"] for row in line],
+            "-",
+            color=color_of(line[0]),
+            linewidth=1.8,
+        )
     native = next(row for row in rows if row["kind"] == "native")
     axes.axhline(native["step_s"], color=NATIVE, linewidth=0.8, linestyle=":")
     for row in drawn:
         marker = {"native": "*", "ours": "o"}.get(row["kind"], "s")
-        color = {"native": NATIVE, "ours": OURS}.get(row["kind"], PEERS)
-        draw_mark(axes, row, unit, marker, color)
+        draw_mark(axes, row, unit, marker, color_of(row))
     times = [row["step_s"] for row in drawn] or [1.0]
     if max(times) > LOG_FROM * min(times):
         axes.set_yscale("log")
@@ -192,7 +210,7 @@ def draw_workload(axes: Any, workload: str, rows: Sequence[dict[str, Any]]) -> N
     write_labels(axes, sorted(drawn, key=lambda row: row["kind"] != "native"), unit)
 
 
-def add_legend(figure: Any) -> None:
+def add_legend(figure: Any, columns: int) -> None:
     """Say what the marks mean."""
     from matplotlib.lines import Line2D
 
@@ -203,10 +221,11 @@ def add_legend(figure: Any) -> None:
     handles = [
         mark("*", NATIVE, True, "native"),
         mark("o", OURS, True, "torchpager, the program unchanged", "-"),
+        mark("o", AGAIN, True, "the same, recompute=True", "-"),
         mark("s", PEERS, True, "other tools, native's bits"),
         mark("s", PEERS, False, "other bits"),
     ]
-    figure.legend(handles=handles, fontsize=9, loc="outside lower center", ncols=4)
+    figure.legend(handles=handles, fontsize=9, loc="outside lower center", ncols=columns)
 
 
 def draw(rows: Sequence[dict[str, Any]], out: Path) -> list[str]:
@@ -223,7 +242,7 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> list[str]:
     figure, grid = pyplot.subplots(
         lines, columns, figsize=(8 * columns, 5 * lines), layout="constrained", squeeze=False
     )
-    add_legend(figure)
+    add_legend(figure, 3 if columns == 1 else 5)
     panels = list(grid.flat)
     for axes, (workload, its) in zip(panels, by_workload.items(), strict=False):
         draw_workload(axes, workload, its)

@@ -1,6 +1,5 @@
 """For the tests that need a GPU: they are skipped without one, and none can hang."""
 
-import faulthandler
 import gc
 import os
 import subprocess
@@ -15,44 +14,28 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 
+import hang_guard
+from hang_guard import (  # noqa: F401
+    pytest_exception_interact,
+    pytest_runtest_logreport,
+    pytest_runtest_protocol,
+    pytest_sessionfinish,
+)
+
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 90
-failures: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", f"limit(seconds): at most that long instead of {LIMIT_S} s"
-    )
+    hang_guard.pytest_configure(config)
     config.addinivalue_line("markers", "long: of make test-gpu-long, not of make test-gpu")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    hang_guard.pytest_collection_modifyitems(config, items)
     if torch.cuda.is_available():
         return
     for item in items:
         item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Say at once what failed: a run that is cut short has no summary."""
-    if report.failed:
-        failures.append(report.nodeid)
-        print(
-            f"\n{report.nodeid}\n{report.longreprtext[-3000:]}", file=sys.__stderr__, flush=True
-        )
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Print every thread's stack and end the run when a test takes too long."""
-    mark = item.get_closest_marker("limit")
-    seconds = mark.args[0] if mark else LIMIT_S
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
-    try:
-        return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +43,7 @@ def clean_device() -> Iterator[None]:
     """Give every test a device on which nothing of the one before is left."""
     # What libraries have made by now stays: collections that look through it take seconds.
     # After a failure the traceback is among it, and what that holds must go.
-    if not failures:
+    if not hang_guard.failures:
         gc.freeze()
     yield
     gc.collect()

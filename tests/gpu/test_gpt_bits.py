@@ -9,14 +9,14 @@ from conftest import Script
 
 
 @pytest.mark.long
-@pytest.mark.limit(400)
+@pytest.mark.limit(360)
 def test_gpt_inside_shares_of_its_peak_has_native_bits(
     python: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     answer = tmp_path / "gpt.json"
     printed = python(
-        "benchmarks/gpt.py", "--shares", "75,50,40", "--steps", "6", "--json", str(answer),
-        timeout_s=380, code=None,
+        "benchmarks/gpt.py", "--shares", "75,50,40", "--json", str(answer),
+        timeout_s=350, code=None,
     )  # fmt: skip
     with capfd.disabled():
         print(f"\n{printed}")

@@ -118,7 +118,11 @@ def experts() -> Program:
     return model, loss
 
 
-def train(make: Callable[[], Program], steps: int = STEPS) -> dict[str, torch.Tensor]:
+def train(
+    make: Callable[[], Program],
+    steps: int = STEPS,
+    after_step: Callable[[], object] = lambda: None,
+) -> dict[str, torch.Tensor]:
     """Return the losses, and all gradients, parameters, buffers and states at the end."""
     torch.manual_seed(7)
     with torch.device("cuda"):
@@ -132,6 +136,7 @@ def train(make: Callable[[], Program], steps: int = STEPS) -> dict[str, torch.Te
         loss.backward()
         optimizer.step()
         found[f"loss {step}"] = loss.detach().cpu()
+        after_step()
     for name, tensor in model.state_dict().items():
         found[name] = tensor.cpu()
     for name, parameter in model.named_parameters():

@@ -4,6 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -57,6 +58,9 @@ CASES: list[tuple[str, dict[str, Any], int, bool]] = [
     ("Adafactor", {"foreach": False}, 0, False),
     ("Muon", {}, 1, False),
 ]
+# A case takes 6 to 9 s, most of it on the CPU: make test-gpu runs them in several processes,
+# and where it cannot, one of each optimizer.
+SEVERAL_PROCESSES = find_spec("xdist") is not None
 LIST_ADAM = [("AdamW", {"foreach": True}, 2, True), ("AdamW", {"fused": True}, 2, True)]
 
 
@@ -65,6 +69,18 @@ def case_id(value: Any) -> str | None:
     if isinstance(value, dict):
         return "-".join(f"{key}={each}" for key, each in value.items()) or "default"
     return None
+
+
+def cases() -> list[Any]:
+    """Return the cases, as parameters of a test."""
+    seen: set[str] = set()
+    found = []
+    for case in CASES:
+        name = case[0]
+        usual = SEVERAL_PROCESSES or name not in seen
+        found.append(pytest.param(*case, marks=() if usual else pytest.mark.long))
+        seen.add(name)
+    return found
 
 
 def make_parameters(name: str, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -229,7 +245,7 @@ def compare(
     return figures
 
 
-@pytest.mark.parametrize(("name", "options", "states", "listed"), CASES, ids=case_id)
+@pytest.mark.parametrize(("name", "options", "states", "listed"), cases(), ids=case_id)
 def test_optimizer_has_native_bits_at_40_percent(
     name: str, options: dict[str, Any], states: int, listed: bool
 ) -> None:
@@ -298,7 +314,7 @@ def step_seconds(options: dict[str, Any], limit: int | None) -> tuple[float, Any
         return seconds, torchpager.stats()
 
 
-@pytest.mark.limit(240)
+@pytest.mark.limit(60)
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=case_id)
 def test_step_time_of_200_million_parameters(
     options: dict[str, Any],

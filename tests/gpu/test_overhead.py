@@ -1,4 +1,9 @@
-"""A program that fits pays almost nothing: medians of 20 rounds of turns."""
+"""A program that fits pays little: a guard against gross regressions.
+
+What is promised (1.01 installed) is measured by ``make bench``, with many rounds. Medians of
+the few rounds here differ by 3% from run to run, and by more for a program bound by launches.
+The limits leave room for that: a pass says no more than that nothing is badly wrong.
+"""
 
 import json
 from pathlib import Path
@@ -6,27 +11,31 @@ from pathlib import Path
 import pytest
 from conftest import Script
 
+# Of native, at most.
+LIMITS = {
+    "gpt 16 x 2048": {"installed": 1.05, "sampling": 1.06, "armed": 1.10},
+    "gpt 4 x 128": {"installed": 1.12, "sampling": 1.20, "armed": 1.80},
+}
+
 
 @pytest.mark.long
-@pytest.mark.limit(240)
-def test_overhead_without_pressure_is_within_bounds(
+@pytest.mark.limit(200)
+def test_overhead_without_pressure_is_not_grossly_worse(
     python: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     answer = tmp_path / "overhead.json"
     printed = python(
-        "benchmarks/overhead.py", "--rounds", "20", "--json", str(answer), timeout_s=220
+        "benchmarks/overhead.py", "--rounds", "8", "--json", str(answer), timeout_s=190
     )
     with capfd.disabled():
         print(f"\n{printed}")
-    small, big = json.loads(answer.read_text())
-    for workload in (small, big):
+    found = json.loads(answer.read_text())
+    assert [each["name"] for each in found] == ["gpt 4 x 128", "gpt 16 x 2048"]
+    for workload in found:
         assert workload["evictions"] == 0
         # Otherwise they would be the same program.
-        assert workload["hook_calls"]["armed"] > workload["hook_calls"]["sampling"] > 0
-        assert workload["hook_calls"]["native"] == workload["hook_calls"]["installed"] == 0
-        assert workload["ratio"]["installed"] <= 1.01, workload["name"]
-    assert big["ratio"]["sampling"] <= 1.02
-    assert big["ratio"]["armed"] <= 1.02
-    assert small["ratio"]["sampling"] <= 1.08
-    # A callback that does nothing, but wants the operands, takes 1.16 there.
-    assert small["ratio"]["armed"] <= 1.25
+        calls = workload["hook_calls"]
+        assert calls["armed"] > calls["sampling"] > 0
+        assert calls["native"] == calls["installed"] == 0
+        for mode, limit in LIMITS[workload["name"]].items():
+            assert workload["ratio"][mode] <= limit, (workload["name"], mode)

@@ -195,14 +195,14 @@ def assert_same_at_half(program: Callable[[], list[torch.Tensor]]) -> None:
         assert torch.equal(expected, got)
 
 
-@pytest.mark.limit(180)
+@pytest.mark.limit(120)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_training_gives_the_same_bits_at_half_its_peak(dynamic: bool) -> None:
     batches = (8192, 8192, 6144, 10240) if dynamic else (8192,) * 3
     assert_same_at_half(lambda: train(lambda m: torch.compile(m, dynamic=dynamic), batches))
 
 
-@pytest.mark.limit(180)
+@pytest.mark.limit(120)
 def test_saved_tensors_of_a_compiled_forward_pass_may_be_evicted() -> None:
     def program(between: Callable[[], object] = lambda: None) -> list[torch.Tensor]:
         return train(lambda m: torch.compile(m, dynamic=False), (4096,) * 2, between=between)
@@ -216,7 +216,8 @@ def test_saved_tensors_of_a_compiled_forward_pass_may_be_evicted() -> None:
         assert torch.equal(expected, got)
 
 
-@pytest.mark.limit(240)
+@pytest.mark.long
+@pytest.mark.limit(180)
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_other_modes_give_the_same_bits(mode: str) -> None:
     def program() -> list[torch.Tensor]:

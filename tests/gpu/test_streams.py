@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Script
-from tight import MIB, NATIVE_SLACK, filled, paging
+from tight import MIB, NATIVE_SLACK, filled, holds, paging
 from torch import nn
 from torch.utils import data
 
@@ -33,11 +32,6 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def holds(tensor: torch.Tensor, value: float) -> bool:
-    """Return whether every element is the value."""
-    return tensor.min().item() == tensor.max().item() == float(value)
 
 
 def net(seed: int) -> nn.Module:
@@ -237,82 +231,6 @@ def test_inference_mode_has_plain_bits() -> None:
     with paging(16 * MIB):
         found = run()
     assert equal(found, plain)
-
-
-# -- collectives ---------------------------------------------------------------------------
-
-
-def test_collective_on_its_own_stream_finds_its_operands_while_memory_is_tight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With one rank NCCL still copies, on a stream of its own, from input to output."""
-    from torch import distributed
-
-    if not distributed.is_nccl_available():
-        pytest.skip("this torch has no NCCL")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    try:
-        with paging(64 * MIB):
-            kept = [filled(100 + i) for i in range(8)]
-            for turn in range(6):
-                inputs, gathered = filled(turn), filled(-1)
-                pieces = [filled(-2)]
-                torch.cuda._sleep(CYCLES)  # what is queued now comes late
-                works = [
-                    distributed.all_reduce(inputs, async_op=True),
-                    distributed.all_gather_into_tensor(gathered, inputs, async_op=True),
-                    distributed.all_gather(pieces, inputs, async_op=True),
-                ]
-                for tensor in kept:
-                    tensor.add_(1)
-                for work in works:
-                    work.wait()
-                assert holds(gathered, turn)
-                assert holds(pieces[0], turn)
-                assert holds(inputs, turn)
-            assert all(holds(tensor, 106 + i) for i, tensor in enumerate(kept))
-            del kept, tensor, inputs, gathered, pieces, works, work
-    finally:
-        distributed.destroy_process_group()
-
-
-def test_operands_of_a_collective_that_nobody_waits_for_move_once_it_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL's event says so; a group of collectives has none of its own until it has ended."""
-    from torch import distributed
-
-    if not distributed.is_nccl_available():
-        pytest.skip("this torch has no NCCL")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    try:
-        with paging(64 * MIB):
-            kept = [filled(i) for i in range(8)]  # more than the budget: everything is watched
-            inputs, gathered, grouped = filled(3), filled(-1), filled(4)
-            distributed.all_gather_into_tensor(gathered, inputs)
-            torch.cuda._sleep(CYCLES)
-            work = distributed.all_gather_into_tensor(gathered, inputs, async_op=True)
-            assert testing.state(inputs).pins > 0
-            end = time.monotonic() + 30
-            while not work.is_completed():
-                assert time.monotonic() < end
-            for tensor in (inputs, gathered):
-                testing.evict(tensor)
-                assert not testing.state(tensor).immovable
-            assert holds(gathered, 3)
-            assert torchpager.stats().unseen_writes.count == 0
-            with distributed._coalescing_manager(device=torch.device("cuda")):
-                distributed.broadcast(grouped, 0)
-            assert testing.state(grouped).immovable
-            assert holds(grouped, 4)
-            assert all(holds(tensor, i) for i, tensor in enumerate(kept))
-            del kept, inputs, gathered, grouped, tensor, work
-    finally:
-        distributed.destroy_process_group()
 
 
 # -- DataLoader ----------------------------------------------------------------------------

@@ -44,3 +44,8 @@ def paging(size: int) -> Iterator[None]:
 def filled(value: float, mib: int = 8) -> torch.Tensor:
     """Return a tensor of one value."""
     return torch.full((mib * MIB // 4,), float(value), device="cuda")
+
+
+def holds(tensor: torch.Tensor, value: float) -> bool:
+    """Return whether every element is the value."""
+    return tensor.min().item() == tensor.max().item() == float(value)

@@ -8,10 +8,11 @@ in strict mode with granules of one OS page, or with ``--device cuda`` the GPU w
 operator that reads what nobody announced ends the process; on both, one that writes what nobody
 announced is found by the fingerprints.
 
-What is known is kept in build/judge, so a run that was cut short, or was told to stop after
-``--seconds``, goes on where it was; ``--fresh`` begins anew. An operator that ends the process
-is written down, and the run goes on behind it. Exits with 0 when everything is as it should be,
-with 1 when an entry failed, and with 3 when entries are left.
+What is known is kept in build/judge, or where ``--results`` says, as soon as it is known. So a
+run that was cut short, or was told to stop after ``--seconds``, goes on where it was;
+``--fresh`` begins anew. An operator that ends the process is written down, and the run goes on
+behind it. Exits with 0 when everything is as it should be, with 1 when an entry failed, and
+with 3 when entries are left.
 """
 
 import argparse
@@ -42,7 +43,9 @@ from torchpager import _control, _core, _targets
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "judge"
-CHUNK = 36  # entries for one process
+# Entries for one process. On a GPU it takes 10 s to start.
+CHUNK, CUDA_CHUNK = 36, 60
+GROUP = 6  # of these, what runs plainly and then paged, so that it is known early
 CHUNK_LIMIT_S = 900.0
 SIMULATED_SAMPLES, CUDA_SAMPLES = 6, 4
 LEFT_OVER = 3
@@ -67,6 +70,12 @@ CPU_EXCEPTIONS = dict.fromkeys(
     _GPU_ONLY,
 )  # fmt: skip
 CUDA_EXCEPTIONS: dict[str, str] = {}
+
+# Of operators that give other bits each time, even where deterministic ones were asked for.
+NONDETERMINISTIC_WARNINGS = (
+    "does not have a deterministic implementation", "defaults to a non-deterministic algorithm",
+)  # fmt: skip
+DEVICE_FAILED = 4  # exit code of a worker
 
 
 @dataclass
@@ -163,19 +172,49 @@ class Paging(samples.Watch):
         return int(_core.stats(self.slot)[name][0])
 
 
+def is_attention(entry: str) -> bool:
+    """Whether an entry may choose a kernel of attention whose backward adds in any order.
+
+    PyTorch warns of these kernels, but the choice depends on the sample and the device.
+    """
+    return "attention" in entry
+
+
 def plainly(case: samples.Case, tally: Tally) -> samples.Outcome | None:
     """Run a case without paging; None if it does not give the same bits twice."""
     watch = samples.Watch()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         first = case.run(watch)
+        second = case.run(watch)
     texts = [str(warning.message) for warning in seen]
-    if any("does not have a deterministic implementation" in text for text in texts):
+    if any(known in text for text in texts for known in NONDETERMINISTIC_WARNINGS):
         tally.nondeterministic = True
-    if first == case.run(watch):
+    if first == second:
         return first
     tally.unrepeatable.append(case.label)
     return None
+
+
+@contextmanager
+def ending_with_the_device(device: str, entry: str) -> Iterator[None]:
+    """End the process when a kernel of plain torch has failed on the device.
+
+    From then on every call fails, whatever it is, and another process has to go on.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except RuntimeError as raised:
+        error = raised
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as raised:
+            print(f"{entry}, plainly: {error or raised}", file=sys.stderr, flush=True)
+            os._exit(DEVICE_FAILED)  # what would be tidied up is on the device
+    if error is not None:
+        raise error
 
 
 def paged(case: samples.Case, plain: samples.Outcome, paging: Paging, tally: Tally) -> None:
@@ -200,34 +239,41 @@ def paged(case: samples.Case, plain: samples.Outcome, paging: Paging, tally: Tal
 # -- a worker: a process that runs some entries ---------------------------------------------
 
 
+def prepared(device: str, op: Any, tally: Tally) -> list[tuple[samples.Case, samples.Outcome]]:
+    """Run an entry's cases plainly; return those that give the same bits twice."""
+    print(json.dumps({"at": tally.entry, "label": f"{tally.entry} plain"}), flush=True)
+    tally.dtypes = [str(dtype)[6:] for dtype in samples.dtypes_of(op, device)]
+    tally.has_kernel = bool(tally.dtypes)
+    count = CUDA_SAMPLES if device == "cuda" else SIMULATED_SAMPLES
+    found = []
+    for case in samples.cases_of(op, device, count):
+        with ending_with_the_device(device, case.label):
+            plain = plainly(case, tally)
+        if plain is not None:
+            found.append((case, plain))
+    # On one thread of the CPU everything is repeatable, whatever PyTorch warns of.
+    tally.nondeterministic |= is_attention(tally.entry)
+    tally.nondeterministic &= device == "cuda"
+    return found
+
+
 def work(device: str, names: list[str]) -> None:
     """Run entries and print what is known of each, as JSON."""
     warnings.simplefilter("ignore")
+    torch.set_warn_always(True)  # else of some things only once in a process
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     entries = {samples.name_of(op): op for op in samples.database()}
-    count = CUDA_SAMPLES if device == "cuda" else SIMULATED_SAMPLES
-    prepared = []
-    for name in names:
-        print(json.dumps({"at": name, "label": f"{name} plain"}), flush=True)
-        op, tally = entries[name], Tally(name)
-        tally.dtypes = [str(dtype)[6:] for dtype in samples.dtypes_of(op, device)]
-        tally.has_kernel = bool(tally.dtypes)
-        found = [
-            (case, plain)
-            for case in samples.cases_of(op, device, count)
-            if (plain := plainly(case, tally)) is not None
-        ]
-        # On one thread of the CPU everything is repeatable, whatever PyTorch warns of.
-        tally.nondeterministic &= device == "cuda"
-        prepared.append((tally, found))
     paging = Paging(device)
-    with paging.in_force():
-        for tally, found in prepared:
-            for case, plain in found:
-                print(json.dumps({"at": tally.entry, "label": case.label}), flush=True)
-                paged(case, plain, paging, tally)
-            print(json.dumps({"tally": asdict(tally)}), flush=True)
+    for first in range(0, len(names), GROUP):
+        tallies = [Tally(name) for name in names[first : first + GROUP]]
+        group = [(tally, prepared(device, entries[tally.entry], tally)) for tally in tallies]
+        with paging.in_force():
+            for tally, found in group:
+                for case, plain in found:
+                    print(json.dumps({"at": tally.entry, "label": case.label}), flush=True)
+                    paged(case, plain, paging, tally)
+                print(json.dumps({"tally": asdict(tally)}), flush=True)
 
 
 # -- the driver: processes, files, the table -----------------------------------------------
@@ -326,8 +372,9 @@ def run_all(options: argparse.Namespace, names: list[str], results: Results) -> 
     """Run the entries that are not known yet, in chunks, until the time is over."""
     left = [name for name in names if name not in results.tallies]
     chunks: SimpleQueue[list[str]] = SimpleQueue()
-    for first in range(0, len(left), CHUNK):
-        chunks.put(left[first : first + CHUNK])
+    size = CUDA_CHUNK if options.device == "cuda" else CHUNK
+    for first in range(0, len(left), size):
+        chunks.put(left[first : first + size])
     deadline = time.monotonic() + options.seconds
 
     def serve() -> None:

@@ -3,9 +3,11 @@
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 JUDGE = Path(__file__).resolve().parents[1] / "judge"
 
@@ -63,6 +65,58 @@ def test_no_exception_excuses_other_bits(operators, known, excused, code, tmp_pa
         results.add(operators.Tally("add", **known))
     exceptions = {"add": "no storage"} if excused else {}
     assert operators.report(["add"], results, exceptions) == code
+
+
+class Warned:
+    """A case with other bits each time, of which PyTorch warns or not."""
+
+    label = "warned"
+
+    def __init__(self, text):
+        self.text, self.count = text, 0
+
+    def run(self, watch):
+        assert watch is not None
+        if self.text:
+            warnings.warn(self.text, stacklevel=1)
+        self.count += 1
+        return self.count
+
+
+@pytest.mark.parametrize(
+    ("text", "flagged"),
+    [
+        ("cumsum_cuda_kernel does not have a deterministic implementation, but you", True),
+        ("Flash Attention defaults to a non-deterministic algorithm. To explicitly", True),
+        ("Something else.", False),
+        (None, False),
+    ],
+)
+def test_entry_is_flagged_when_pytorch_says_that_its_bits_differ(operators, text, flagged):
+    tally = operators.Tally("add")
+    assert operators.plainly(Warned(text), tally) is None
+    assert tally.unrepeatable == ["warned"]
+    assert tally.nondeterministic == flagged
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is None or torch.cuda.is_available(), reason="the device must fail"
+)
+def test_worker_ends_when_the_device_has_failed(run_python):
+    program = (
+        f"import sys; sys.path.insert(0, {str(JUDGE)!r})\n"
+        "from operators import ending_with_the_device\n"
+        "with ending_with_the_device({!r}, 'add float32 sample 0'):\n"
+        "    {}\n"
+    )
+    for body in ("pass", "raise RuntimeError('device-side assert')"):
+        done = run_python("-c", program.format("cuda", body), check=False)
+        assert done.returncode == 4
+        assert "add float32 sample 0, plainly" in done.stderr
+    assert "device-side assert" in done.stderr
+    done = run_python("-c", program.format("cpu", "raise RuntimeError('mine')"), check=False)
+    assert done.returncode == 1
+    assert "RuntimeError: mine" in done.stderr
 
 
 def test_sweep_goes_on_where_it_was(run_python, tmp_path):

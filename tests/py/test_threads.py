@@ -1,8 +1,6 @@
 """Several threads inside one budget: no deadlock, the same bits."""
 
-import faulthandler
 import queue
-import sys
 import threading
 import time
 
@@ -12,6 +10,7 @@ from torch import nn
 from torch.utils import data
 
 import torchpager
+from hang_guard import guard
 from torchpager import _core, testing
 
 MIB = 1 << 20
@@ -20,13 +19,13 @@ LIMIT_S = 60
 
 
 @pytest.fixture(autouse=True)
-def no_hang():
+def no_hang(request):
     """Print every thread's stack and end the run instead of hanging."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+    guard.open(request.config)
+    with guard.within(LIMIT_S):
+        yield
     torch.set_num_threads(threads)
 
 

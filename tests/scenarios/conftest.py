@@ -1,29 +1,25 @@
 """The two devices of the scenarios. No scenario may hang or leave anything in force."""
 
-import faulthandler
 import gc
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from places import Place
 
+from hang_guard import (  # noqa: F401
+    failures,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_exception_interact,
+    pytest_runtest_logreport,
+    pytest_runtest_protocol,
+    pytest_sessionfinish,
+)
 from torchpager import _control, _core, _torch_cpu
 from torchpager.simulate import _close_core as close_core
 
-LIMIT_S = 90
-failures: list[str] = []
 PLACES = [pytest.param("sim"), pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Say at once what failed: a run that is cut short has no summary."""
-    if report.failed:
-        failures.append(report.nodeid)
-        print(
-            f"\n{report.nodeid}\n{report.longreprtext[-3000:]}", file=sys.__stderr__, flush=True
-        )
 
 
 @pytest.fixture(params=PLACES)
@@ -46,14 +42,6 @@ def sim(place: Place) -> Place:
     if not place.simulated:
         pytest.skip("shown on the simulated device")
     return place
-
-
-@pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
-    """Print every thread's stack and end the run when a scenario takes too long."""
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

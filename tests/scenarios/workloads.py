@@ -55,7 +55,7 @@ class Trained:
 
     losses: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
-    """A digest of all gradients after each step."""
+    """A digest of all gradients after each step, or after some."""
     parameters: str = ""
     states: str = ""
 
@@ -72,6 +72,8 @@ class Job:
     batch: tuple[int, int] = (2, 32)
     forward: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda model, x: model(x)
     """``forward(model, tokens)`` gives the logits."""
+    digest_every: int = 1
+    """Steps from one digest of the gradients to the next."""
 
     def data(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of a step."""
@@ -100,7 +102,8 @@ class Job:
             loss.backward()
             optimizer.step()
             result.losses.append(loss.item().hex())
-            result.gradients.append(self.place.digest(gradients(model)))
+            if step % self.digest_every == 0:
+                result.gradients.append(self.place.digest(gradients(model)))
         result.parameters = self.place.digest(model.parameters())
         result.states = self.place.digest(states(optimizer))
         return result
