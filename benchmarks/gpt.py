@@ -13,8 +13,8 @@ when a bit differs from native or a budget was exceeded.
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from torchpager.demo import ON_CPU, format_table, row_of
@@ -30,16 +30,10 @@ ON_GPU: dict[str, Any] = {
 WARM_STEPS = 6
 
 
-def step_seconds(run: Run) -> float:
-    """Return the median time of the steps behind those that warm up, if there are any."""
-    times = run.result["step_seconds"]
-    return median(times[WARM_STEPS:] or times[2:] or times)
-
-
 def figures(run: Run, native: Run) -> dict[str, Any]:
     """Return what is written to the JSON file about one run."""
     counters = run.result.get("counters", {})
-    differences = [] if run is native else run.differences(native)
+    differences = run.differences(native)
     exceeded = budget_failures(run) if run.budget_bytes else []
     return {
         "name": run.name,
@@ -48,8 +42,8 @@ def figures(run: Run, native: Run) -> dict[str, Any]:
         "largest_held": run.result.get("largest_held"),
         "largest_held_sampled": run.result.get("largest_held_sampled"),
         "largest_outside": run.largest_outside,
-        "step_s": step_seconds(run),
-        "ratio": step_seconds(run) / step_seconds(native),
+        "step_s": run.median_step_s,
+        "ratio": run.median_step_s / native.median_step_s,
         "step_seconds": run.result["step_seconds"],
         "counters": counters,
         "evicted_blocks": run.result.get("evicted_blocks"),
@@ -90,7 +84,8 @@ def main() -> int:
             execute(f"budget {share}%", settings | {"budget_bytes": budget}, paged=True)
         )
         print(f"{runs[-1].name}: {runs[-1].seconds:.0f} s", flush=True)
-    found = [figures(run, native) for run in runs]
+    runs = [replace(run, warm_steps=WARM_STEPS) for run in runs]
+    found = [figures(run, runs[0]) for run in runs]
     equal = ["reference", *("no" if one["differences"] else "yes" for one in found[1:])]
     print(format_table([row_of(run, word) for run, word in zip(runs, equal, strict=True)]))
     for one in found:

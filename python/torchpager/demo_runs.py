@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torchpager.watched import Gpu, OutsideSampler, SimulatedDevice, run_watched
@@ -28,6 +29,8 @@ class Run:
         seen (the plain run on a CPU).
     seconds
         From start to end of the process.
+    warm_steps
+        Steps that do not count as times: they warm up.
     """
 
     name: str
@@ -35,12 +38,13 @@ class Run:
     result: dict[str, Any]
     largest_outside: int | None
     seconds: float
+    warm_steps: int = 2
 
     @property
     def median_step_s(self) -> float:
-        """Median time of a step without the first two, which warm up."""
-        times = sorted(self.result["step_seconds"][2:] or self.result["step_seconds"])
-        return float(times[len(times) // 2])
+        """Median time, in seconds, of the steps behind those that warm up, if there are any."""
+        times = self.result["step_seconds"]
+        return float(median(times[self.warm_steps :] or times))
 
     def differences(self, other: "Run") -> list[str]:
         """Name what is not bit for bit the same in the two runs."""
