@@ -39,6 +39,7 @@ from torchpager._replacements import MISSING, Replacements
 
 _Method = Callable[..., Any]
 _Wrapper = Callable[[_Method], _Method]
+_Table = list[tuple[Any, tuple[str, ...], _Wrapper]]
 _installed = Replacements()
 _pointers = Replacements()
 
@@ -59,17 +60,7 @@ def install() -> None:
     Under ``_control.lock``, and only when it is not in force: what an interrupted call left
     comes out first.
     """
-    uninstall()
-    try:
-        for owner, names, wrapper in _wrapped():
-            for name in names:
-                if hasattr(owner, name):
-                    _installed.put(owner, name, wrapper(getattr(owner, name)))
-        for owner in _exchange_classes():
-            _installed.put(owner, "__dlpack_c_exchange_api__", MISSING)
-    except BaseException:
-        uninstall()
-        raise
+    _put(_installed, _wrapped())
 
 
 def uninstall() -> None:
@@ -85,26 +76,7 @@ def install_pointers() -> None:
 
     Under ``_control.lock``. For CUDA devices: what :func:`install` wraps includes it.
     """
-    uninstall_pointers()
-    try:
-        for owner, names in (
-            (torch.Tensor, ("data_ptr", "const_data_ptr")),
-            (
-                torch.UntypedStorage,
-                ("data_ptr", "resize_", "copy_", "fill_", "_share_cuda_"),
-            ),
-            (torch._C, ("_to_dlpack", "_to_dlpack_versioned")),
-            (torch, ("to_dlpack",)),
-            (torch.utils.dlpack, ("to_dlpack",)),
-        ):
-            for name in names:
-                if hasattr(owner, name):
-                    _pointers.put(owner, name, _bringing_back(getattr(owner, name)))
-        for exchange in _exchange_classes():
-            _pointers.put(exchange, "__dlpack_c_exchange_api__", MISSING)
-    except BaseException:
-        uninstall_pointers()
-        raise
+    _put(_pointers, _wrapped_pointers())
 
 
 def uninstall_pointers() -> None:
@@ -112,7 +84,22 @@ def uninstall_pointers() -> None:
     _pointers.undo()
 
 
-def _wrapped() -> list[tuple[Any, tuple[str, ...], _Wrapper]]:
+def _put(replacements: Replacements, table: _Table) -> None:
+    """Wrap what is in the table, and take DLPack's table of C functions off, or do nothing."""
+    replacements.undo()
+    try:
+        for owner, names, wrapper in table:
+            for name in names:
+                if hasattr(owner, name):
+                    replacements.put(owner, name, wrapper(getattr(owner, name)))
+        for owner in _exchange_classes():
+            replacements.put(owner, "__dlpack_c_exchange_api__", MISSING)
+    except BaseException:
+        replacements.undo()
+        raise
+
+
+def _wrapped() -> _Table:
     """Return which names of which owner get which wrapper."""
     tensor, storage = torch.Tensor, torch.UntypedStorage
     return [
@@ -130,6 +117,18 @@ def _wrapped() -> list[tuple[Any, tuple[str, ...], _Wrapper]]:
         (torch, ("to_dlpack",), _exporting),
         (torch.utils.dlpack, ("to_dlpack",), _exporting),
     ]
+
+
+def _wrapped_pointers() -> _Table:
+    """Return the same for what hands out pointers on a CUDA device."""
+    owners: list[tuple[Any, tuple[str, ...]]] = [
+        (torch.Tensor, ("data_ptr", "const_data_ptr")),
+        (torch.UntypedStorage, ("data_ptr", "resize_", "copy_", "fill_", "_share_cuda_")),
+        (torch._C, ("_to_dlpack", "_to_dlpack_versioned")),
+        (torch, ("to_dlpack",)),
+        (torch.utils.dlpack, ("to_dlpack",)),
+    ]
+    return [(owner, names, _bringing_back) for owner, names in owners]
 
 
 def _exchange_classes() -> list[type]:

@@ -336,17 +336,22 @@ static void train(program *p, uint64_t ns, unsigned until) {
     }
 }
 
+/* In place: what is queued refers to the program. */
+static void train_until_planned(program *p) {
+    for (unsigned i = 0; i < LAYERS; i++) {
+        alloc(p, i, EXTENT);
+        op(p, i, 0, true, 1000);
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        train(p, 40000, 0);
+        tp_mark_step(p->core, TP_STEP_ASKED);
+    }
+}
+
 TEST(block_that_goes_before_its_planned_write_back_leaves_nothing_wanted) {
     options o = {.budget_bytes = BLOCKS / 2 * EXTENT, .payload = true};
     program p = open_program(&o);
-    for (unsigned i = 0; i < LAYERS; i++) {
-        alloc(&p, i, EXTENT);
-        op(&p, i, 0, true, 1000);
-    }
-    for (unsigned i = 0; i < 8; i++) {
-        train(&p, 40000, 0);
-        tp_mark_step(p.core, TP_STEP_ASKED);
-    }
+    train_until_planned(&p);
     tp_stats stats;
     tp_core_stats(p.core, &stats);
     EXPECT(stats.plans.count > 0);
@@ -366,14 +371,7 @@ TEST(block_that_goes_before_its_planned_write_back_leaves_nothing_wanted) {
 TEST(eviction_that_an_enclosing_operator_keeps_back_is_no_memory_on_its_way) {
     options o = {.budget_bytes = (LAYERS + 2) * EXTENT};
     program p = open_program(&o);
-    for (unsigned i = 0; i < LAYERS; i++) {
-        alloc(&p, i, EXTENT);
-        op(&p, i, 0, true, 1000);
-    }
-    for (unsigned i = 0; i < 8; i++) {
-        train(&p, 40000, 0);
-        tp_mark_step(p.core, TP_STEP_ASKED);
-    }
+    train_until_planned(&p);
     tp_addr far = 0;
     MUST_OK(tp_alloc(p.core, GRANULE, p.streams[0], 0, &far, NULL, &test_error));
     const tp_access access = {far, false};
@@ -406,14 +404,7 @@ TEST(eviction_that_an_enclosing_operator_keeps_back_is_no_memory_on_its_way) {
 TEST(budget_that_shrinks_is_not_filled_by_the_plan) {
     options o = {.budget_bytes = (LAYERS + 2) * EXTENT};
     program p = open_program(&o);
-    for (unsigned i = 0; i < LAYERS; i++) {
-        alloc(&p, i, EXTENT);
-        op(&p, i, 0, true, 1000);
-    }
-    for (unsigned i = 0; i < 8; i++) {
-        train(&p, 40000, 0);
-        tp_mark_step(p.core, TP_STEP_ASKED);
-    }
+    train_until_planned(&p);
     (void)tp_evict_all(p.core);
     train(&p, 40000, LAYERS - 2); /* the plan is behind, and wants much */
     tp_stats before, after;
@@ -430,14 +421,7 @@ TEST(budget_that_shrinks_is_not_filled_by_the_plan) {
 TEST(allocation_finds_memory_though_a_plan_is_filling_all_of_it) {
     options o = {.budget_bytes = LAYERS * EXTENT, .payload = true};
     program p = open_program(&o);
-    for (unsigned i = 0; i < LAYERS; i++) {
-        alloc(&p, i, EXTENT);
-        op(&p, i, 0, true, 1000);
-    }
-    for (unsigned i = 0; i < 8; i++) {
-        train(&p, 40000, 0);
-        tp_mark_step(p.core, TP_STEP_ASKED);
-    }
+    train_until_planned(&p);
     (void)tp_evict_all(p.core);
     tp_stats stats;
     tp_core_stats(p.core, &stats);

@@ -420,6 +420,11 @@ static void settle(program *p, bool drops) {
         train(p); /* it may have come in the middle, and others after it */
 }
 
+static void open_settled(program *p, const options *o) {
+    open_program(p, o);
+    settle(p, o->recompute);
+}
+
 typedef struct outcome {
     uint64_t moved_bytes, stall_ns, ns, drops, reruns, asked, kept;
     uint64_t dropped_bytes, planned_drop_bytes; /* all of them; in one step */
@@ -482,8 +487,7 @@ static void digest_step(void *ctx, const tp_step *step) {
 
 static outcome measure(const options *o, digest *recorded) {
     program p;
-    open_program(&p, o);
-    settle(&p, o->recompute);
+    open_settled(&p, o);
     const outcome found = run_steps(&p, 6);
     EXPECT(tp_last_step(p.core, digest_step, recorded));
     EXPECT_EQ(stats_of(&p).dropped.current, 0);
@@ -584,8 +588,7 @@ static void disturb(program *p, uint64_t *seed) {
 
 static void leave_plans(bool thread, unsigned rounds, uint64_t seed) {
     program p;
-    open_program(&p, &(options){.recompute = true, .thread = thread});
-    settle(&p, true);
+    open_settled(&p, &(options){.recompute = true, .thread = thread});
     for (unsigned i = 0; i < rounds; i++) {
         wander(&p, &seed);
         EXPECT_OK(tp_core_check(p.core, &test_error));
@@ -611,8 +614,7 @@ TEST(program_that_leaves_its_plans_beside_the_pagers_threads_has_right_bytes) {
 
 TEST(drops_wait_for_opaque_regions) {
     program p;
-    open_program(&p, &(options){.recompute = true});
-    settle(&p, true);
+    open_settled(&p, &(options){.recompute = true});
     const uint64_t before = p.asked_count;
     tp_region region = {0};
     tp_region_begin(p.core, &region, NULL, 0, p.stream);
@@ -635,8 +637,7 @@ static uint32_t nested_dropped(const program *p) {
 
 TEST(block_that_is_used_again_at_once_stays) {
     program p;
-    open_program(&p, &(options){.recompute = true});
-    settle(&p, true);
+    open_settled(&p, &(options){.recompute = true});
     go_forward(&p);
     EXPECT(nested_dropped(&p) > 1);
     go_backward(&p, 0);
@@ -650,8 +651,7 @@ TEST(block_that_is_used_again_at_once_stays) {
 
 TEST(block_that_is_gone_is_not_told_of) {
     program p;
-    open_program(&p, &(options){.recompute = true});
-    settle(&p, true);
+    open_settled(&p, &(options){.recompute = true});
     const uint64_t before = p.asked_count;
     tp_region region = {0};
     tp_region_begin(p.core, &region, NULL, 0, p.stream);
@@ -669,8 +669,7 @@ TEST(block_that_is_gone_is_not_told_of) {
 
 TEST(recipe_that_nobody_offers_is_not_asked_for) {
     program p;
-    open_program(&p, &(options){.recompute = true});
-    settle(&p, true);
+    open_settled(&p, &(options){.recompute = true});
     p.options.no_recipes = true;
     const outcome found = run_steps(&p, 1);
     EXPECT_EQ(found.kept + found.drops, 0);
@@ -696,8 +695,7 @@ static void expect_odd_keeps_nothing(program *p, uint32_t idx) {
 
 TEST(operator_that_is_not_in_the_plan_keeps_no_recipe) {
     program p;
-    open_program(&p, &(options){.recompute = true});
-    settle(&p, true);
+    open_settled(&p, &(options){.recompute = true});
     uint32_t found = 0;
     for (uint32_t i = 0; i < LAYERS; i++) {
         forward(&p, FIRST_MIDDLE + i, i == 0 ? 0 : FIRST_RESULT + i - 1, i);
@@ -715,8 +713,7 @@ TEST(operator_that_is_not_in_the_plan_keeps_no_recipe) {
 
 TEST(switching_makes_plans_anew) {
     program p;
-    open_program(&p, &(options){0});
-    settle(&p, false);
+    open_settled(&p, &(options){0});
     EXPECT_EQ(run_steps(&p, 2).asked, 0);
     tp_core_set_recompute(p.core, true);
     train(&p);
@@ -752,8 +749,7 @@ TEST(switched_off_in_mid_step_it_drops_nothing_more) {
 
 TEST(what_is_dropped_comes_back_whatever_is_switched_off_meanwhile) {
     program p;
-    open_program(&p, &(options){.recompute = true});
-    settle(&p, true);
+    open_settled(&p, &(options){.recompute = true});
     for (int i = 0; i < 3; i++) {
         go_forward(&p);
         EXPECT(stats_of(&p).dropped.current > 0);
