@@ -308,12 +308,13 @@ OperatorUse describe(const c10::OperatorHandle &op) {
     use.foreign = !aten;
     use.makes_empty = aten && listed(kMakesEmpty, name);
     use.op = op;
-    use.rerun = rerunnable(op);
+    const bool unannotated = aten && listed(kWritesUnannotated, name);
+    use.rerun = rerunnable(op, unannotated, use.makes_empty);
     use.asks_for_pointer = aten && listed(kAsksForPointer, name);
     if (aten && listed(kReadsNothing, name) && !use.asks_for_pointer) return use;
     use.collective = starts_with(name, "c10d::");
     use.waited_for = use.collective && listed(kPointToPoint, name);
-    const bool all_written = aten ? listed(kWritesUnannotated, name) : !declares_writes(schema);
+    const bool all_written = aten ? unannotated : !declares_writes(schema);
     const auto &arguments = schema.arguments();
     for (uint32_t idx = 0; idx < arguments.size(); idx++) {
         if (holds_no_tensor(*arguments[idx].type())) continue;

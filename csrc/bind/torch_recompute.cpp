@@ -68,33 +68,8 @@ const char *const kNotTheSame[] = {"aten::bincount",
                                    "aten::segment_reduce",
                                    "aten::_segment_reduce"};
 
-/* They keep statistics, or write what their schema does not say. */
-const char *const kHasMemory[] = {"aten::native_batch_norm",
-                                  "aten::cudnn_batch_norm",
-                                  "aten::miopen_batch_norm",
-                                  "aten::batch_norm_update_stats",
-                                  "aten::batch_norm_gather_stats",
-                                  "aten::batch_norm_gather_stats_with_counts",
-                                  "aten::batch_norm",
-                                  "aten::instance_norm",
-                                  "aten::_batch_norm_impl_index",
-                                  "aten::_batch_norm_with_update",
-                                  "aten::_cudnn_rnn",
-                                  "aten::_cudnn_rnn_flatten_weight",
-                                  "aten::miopen_rnn",
-                                  "aten::lstm_mps",
-                                  "aten::_lstm_mps",
-                                  "aten::_fused_moving_avg_obs_fq_helper",
-                                  "aten::fused_moving_avg_obs_fake_quant",
-                                  "aten::rrelu_with_noise",
-                                  "aten::_saturate_weight_to_fp16"};
-
-/* What they hold is not made by them, or nothing at all. */
-const char *const kMakesNothing[] = {
-    "aten::empty",          "aten::empty_like", "aten::empty_strided",
-    "aten::empty_permuted", "aten::new_empty",  "aten::new_empty_strided",
-    "aten::resize",         "aten::_copy_from", "aten::_copy_from_and_resize",
-    "aten::lift",           "aten::lift_fresh"};
+/* What they hold is not made by them. */
+const char *const kMakesNothing[] = {"aten::resize", "aten::lift", "aten::lift_fresh"};
 
 /* Random only with dropout. */
 const char *const kAttention[] = {"aten::_scaled_dot_product_flash_attention",
@@ -122,14 +97,15 @@ bool is_functional(const c10::FunctionSchema &schema) {
 
 } // namespace
 
-Rerunnable rerunnable(const c10::OperatorHandle &op) {
+Rerunnable rerunnable(const c10::OperatorHandle &op, bool writes_unannotated,
+                      bool makes_empty) {
     const c10::FunctionSchema &schema = op.schema();
     const char *name = schema.name().c_str();
     Rerunnable use;
     if (std::strncmp(name, "aten::", 6) != 0 || !is_functional(schema)) return use;
     if (listed(kNotTheSame, name) && in_force(kRuleNotTheSame)) return use;
-    if (listed(kHasMemory, name) && in_force(kRuleStatistics)) return use;
-    if (listed(kMakesNothing, name)) return use;
+    if (writes_unannotated && in_force(kRuleStatistics)) return use;
+    if (makes_empty || listed(kMakesNothing, name)) return use;
     if (op.hasTag(at::Tag::data_dependent_output)) return use;
     if (op.hasTag(at::Tag::nondeterministic_seeded) && in_force(kRuleRandom)) {
         if (!listed(kAttention, name)) return use;

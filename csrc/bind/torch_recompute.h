@@ -33,7 +33,9 @@ struct Rerunnable {
     int dropout = -1; /* the argument that has to be 0 */
     bool convolution = false;
 };
-Rerunnable rerunnable(const c10::OperatorHandle &op);
+/* One that writes what its schema does not say keeps statistics or the like, and one whose results
+ * hold nothing has not made them. */
+Rerunnable rerunnable(const c10::OperatorHandle &op, bool writes_unannotated, bool makes_empty);
 
 /* What keeps a tensor's bytes where they are, or lets them be made again as they were. A test can take
  * each rule away; nothing else does. */
