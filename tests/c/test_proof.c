@@ -177,11 +177,12 @@ static tp_status (*plain_copy)(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_
 static tp_status (*plain_fingerprint)(tp_device *dev, tp_stream stream, tp_addr addr,
                                       size_t bytes, uint32_t place, tp_error *error);
 static tp_device_ops watched_ops;
-static world *watched;
-static point write_at;
-static int writes_left;
-static int idles_before, idles_behind; /* of a check */
-static int idles_copy;                 /* before a write-back */
+/* Set by the test, read where the pager's thread copies. */
+static world *_Atomic watched;
+static _Atomic point write_at;
+static atomic_int writes_left;
+static atomic_int idles_before, idles_behind; /* of a check */
+static atomic_int idles_copy;                 /* before a write-back */
 
 static void idle(tp_device *dev, void *arg) {
     (void)dev;
@@ -200,8 +201,9 @@ static void poke(tp_device *dev, void *arg) {
 static void write_now(tp_device *dev, tp_stream stream, point here) {
     if (here != write_at || writes_left == 0) return;
     writes_left--;
-    watched->tensors[0].value += 1 << 20;
-    MUST_OK(tp_sim_launch(dev, stream, poke, &watched->tensors[0], 1, &test_error));
+    world_tensor *target = &watched->tensors[0];
+    target->value += 1 << 20;
+    MUST_OK(tp_sim_launch(dev, stream, poke, target, 1, &test_error));
 }
 
 static tp_status watched_copy(tp_device *dev, tp_copy_dir dir, tp_addr dst, tp_addr src,
@@ -230,28 +232,36 @@ static tp_status watched_fingerprint(tp_device *dev, tp_stream stream, tp_addr a
     return status;
 }
 
-static void watch(world *w, point where, int writes) {
+static void watch_device(tp_device *dev) {
+    plain_copy = dev->ops->copy;
+    plain_fingerprint = dev->ops->fingerprint;
+    watched_ops = *dev->ops;
+    watched_ops.copy = watched_copy;
+    watched_ops.fingerprint = watched_fingerprint;
+    dev->ops = &watched_ops;
+}
+
+/* Options of a world whose copies and fingerprints pass through here. */
+static world_options watched_quiet(uint64_t seed) {
+    world_options options = quiet(seed);
+    options.prepare = watch_device;
+    return options;
+}
+
+static void write_into(world *w, point where, int writes) {
     watched = w;
     write_at = where;
     writes_left = writes;
-    if (plain_copy == NULL) {
-        plain_copy = w->dev->ops->copy;
-        plain_fingerprint = w->dev->ops->fingerprint;
-        watched_ops = *w->dev->ops;
-        watched_ops.copy = watched_copy;
-        watched_ops.fingerprint = watched_fingerprint;
-    }
-    w->dev->ops = &watched_ops;
 }
 
 TEST(blind_write_anywhere_in_a_write_back_is_kept) {
     for (int where = 0; where < POINT_COUNT; where++) {
         world w;
-        const world_options options = quiet(test_seed());
+        const world_options options = watched_quiet(test_seed());
         world_open(&w, &options);
         MUST(world_alloc(&w, 0, 16 * TP_KIB, 0));
         world_drain(&w);
-        watch(&w, (point)where, 1);
+        write_into(&w, (point)where, 1);
         EXPECT_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
         EXPECT_EQ(writes_left, 0);
         read_back(&w, 1);
@@ -265,12 +275,12 @@ TEST(blind_write_anywhere_in_a_write_back_is_kept) {
 /* Somebody writes as often as it is copied: the eviction ends, and the block is left alone. */
 TEST(eviction_of_a_block_that_is_always_written_is_given_up) {
     world w;
-    const world_options options = quiet(test_seed());
+    const world_options options = watched_quiet(test_seed());
     world_open(&w, &options);
     MUST(world_alloc(&w, 0, 16 * TP_KIB, 0));
     MUST(world_alloc(&w, 1, 16 * TP_KIB, 0));
     world_drain(&w);
-    watch(&w, BEHIND_COPY, 1000);
+    write_into(&w, BEHIND_COPY, 1000);
     EXPECT_STATUS(tp_evict(w.core, w.tensors[0].addr, &test_error), TP_BUSY);
     EXPECT_EQ(world_stats(&w).unseen_writes.count, 2);
     EXPECT_EQ(writes_left, 998);
@@ -294,14 +304,14 @@ static void *evict_first(void *arg) {
 static void call_off_copies(bool by_operator) {
     enum { EXTENTS = 12 };
     world w;
-    const world_options options = quiet(test_seed());
+    const world_options options = watched_quiet(test_seed());
     world_open(&w, &options);
     MUST(world_alloc(&w, 0, EXTENTS * options.extent_bytes, 0));
     MUST_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
     read_back(&w, 0);
     world_blind_write(&w, 0, 0);
     world_drain(&w);
-    watch(&w, POINT_COUNT, 0);
+    write_into(&w, POINT_COUNT, 0);
     idles_copy = 3000;
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, evict_first, &w) == 0);
@@ -327,11 +337,11 @@ TEST(eviction_called_off_forgets_the_writes_it_has_found) {
 /* A check that takes long is called off: its frame, which it still reads, may not go away. */
 static void call_off_a_check(bool by_operator) {
     world w;
-    const world_options options = quiet(test_seed());
+    const world_options options = watched_quiet(test_seed());
     open_clean(&w, &options);
     read_back(&w, 1); /* two streams: the end of the block is marked on each of them alone */
     world_drain(&w);
-    watch(&w, POINT_COUNT, 0);
+    write_into(&w, POINT_COUNT, 0);
     idles_before = 2000;
     const uint64_t before = world_stats(&w).fingerprints.count;
     pthread_t thread;
@@ -364,13 +374,13 @@ TEST(frame_stays_while_a_fingerprint_of_it_is_computed) {
 /* The check has been computed, and is not yet known to be, when a region's kernel writes. */
 TEST(region_that_was_open_since_a_check_calls_for_another) {
     world w;
-    const world_options options = quiet(test_seed());
+    const world_options options = watched_quiet(test_seed());
     world_open(&w, &options);
     MUST(world_alloc(&w, 0, 16 * TP_KIB, 0));
     MUST_OK(tp_evict(w.core, w.tensors[0].addr, &test_error));
     read_back(&w, 0);
     world_drain(&w);
-    watch(&w, POINT_COUNT, 0);
+    write_into(&w, POINT_COUNT, 0);
     idles_behind = 2000;
     tp_sim_counts before, now;
     tp_sim_get_counts(w.dev, &before);

@@ -169,6 +169,7 @@ void world_open(world *w, const world_options *options) {
         nasty_ops.copy = slow_copy;
         w->dev->ops = &nasty_ops;
     }
+    if (options->prepare != NULL) options->prepare(w->dev);
     const tp_config config = {.device_budget_bytes = options->budget_bytes,
                               .host_budget_bytes = options->host_bytes,
                               .extent_max_bytes = options->extent_bytes,

@@ -33,6 +33,8 @@ typedef struct world_options {
     bool gentle;      /* the simulated device as it is */
     bool no_fingerprints, readonly_clean;
     bool blind_writers; /* some kernels write without being announced */
+    void (*prepare)(
+        tp_device *dev); /* before the core, whose thread calls it, exists; NULL: nothing */
 } world_options;
 
 typedef struct world {
