@@ -270,6 +270,16 @@ static PyObject *core_is_open(PyObject *module, PyObject *args) {
     return PyBool_FromLong(tp_core_at(slot) != NULL);
 }
 
+static PyObject *core_armed(PyObject *module, PyObject *args) {
+    (void)module;
+    int slot;
+    if (!PyArg_ParseTuple(args, "i", &slot)) return NULL;
+    tp_core *core = tp_core_at(slot);
+    tp_stats stats = {0};
+    if (core != NULL) tp_core_stats(core, &stats);
+    return PyBool_FromLong(stats.armed);
+}
+
 static PyObject *core_abandon_all(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
@@ -833,6 +843,7 @@ static PyMethodDef methods[] = {
     {"sim_close", core_sim_close, METH_NOARGS, NULL},
     {"cuda_open", KEYWORDS(core_cuda_open), NULL},
     {"is_open", core_is_open, METH_VARARGS, NULL},
+    {"armed", core_armed, METH_VARARGS, NULL},
     {"abandon_all", core_abandon_all, METH_NOARGS, NULL},
     {"caps", core_caps, METH_VARARGS, NULL},
     {"memory_info", core_memory_info, METH_VARARGS, NULL},

@@ -326,7 +326,10 @@ tp_status tp_block_alloc(tp_pager *pager, size_t bytes, tp_stream stream, uint32
         if (status != TP_OK) return fail_alloc(pager, bytes, status, TP_OK, oom, error);
         tp_status device_status = TP_OK;
         tp_error detail = {0};
+        const uint64_t waited_ns = tp_thread_waited_ns, began = tp_pager_now(pager);
         status = bear(pager, block, stream, &device_status, &detail);
+        /* Making and mapping frames is waiting, too: the device may have nothing to do meanwhile. */
+        tp_thread_waited_ns = waited_ns + (tp_pager_now(pager) - began);
         if (status != TP_OK) {
             unborn(pager, block);
             return fail_alloc(pager, bytes, status, device_status, oom, error);

@@ -155,7 +155,7 @@ void tp_pager_fork_prepare(tp_pager *pager);
 void tp_pager_fork_parent(tp_pager *pager);
 void tp_pager_fork_child(tp_pager *pager);
 
-/* How long this thread has waited in tp_pager_wait. */
+/* How long this thread has waited in tp_pager_wait, and until blocks were born. */
 extern _Thread_local uint64_t tp_thread_waited_ns;
 
 /* Wakes the pager's thread. */

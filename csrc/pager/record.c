@@ -327,11 +327,9 @@ void tp_record_sample(tp_record *record, uint32_t class_idx, uint64_t device_ns,
     if (!partly && it->partly) it->sample_count = 0;
     it->partly = partly;
     it->sample_count++;
-    /* What disturbs an operator makes it longer, never shorter: quickly down, slowly up. */
-    if (it->sample_count == 1) {
+    /* What disturbs an operator makes it longer, never shorter: at once down, slowly up. */
+    if (it->sample_count == 1 || device_ns < it->device_ns) {
         it->device_ns = device_ns;
-    } else if (device_ns < it->device_ns) {
-        it->device_ns -= (it->device_ns - device_ns) / 2;
     } else {
         it->device_ns += (device_ns - it->device_ns) / 16;
     }

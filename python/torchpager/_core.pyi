@@ -49,6 +49,7 @@ def cuda_open(
     """Create the core of a CUDA device. CoreError("UNSUPPORTED") with the reason."""
 
 def is_open(slot: int) -> bool: ...
+def armed(slot: int) -> bool: ...
 def abandon_all() -> None:
     """At interpreter exit: stop the pager threads, leave every mapping as it is."""
 

@@ -70,7 +70,7 @@ def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _armed_slots() -> list[int]:
-    return [slot for slot in slots() if _core.stats(slot)["armed"]]
+    return [slot for slot in slots() if _core.armed(slot)]
 
 
 def _addresses(optimizer: torch.optim.Optimizer) -> list[int]:
