@@ -26,7 +26,6 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,14 +35,6 @@
 #include "base/lock.h"
 #include "device/cuda_api.h"
 #include "device/fingerprint_ptx.h"
-
-/* The driver changes one mapping at a time, and making host memory accessible takes it 10 us a MiB
- * (H200), in calls that it takes only for whole pieces of physical memory: with one piece of 64 MiB,
- * another thread's allocation would wait most of a millisecond. So a host frame consists of smaller ones, and
- * who maps it lets shorter calls go first. Handles of host frames carry a tag to be known by. */
-#define HOST_TAG ((tp_handle)1 << 63)
-#define HOST_PIECE ((size_t)16 << 20)
-enum { YIELD_NS = 1000000 }; /* in all, for one piece: then it is its turn */
 
 enum {
     BLOCK_THREADS = 512, /* as fingerprint.cu has it */
@@ -142,17 +133,10 @@ typedef struct cuda_device {
     tp_cu_function kernel;
     tp_fingerprint *places;     /* TP_ALL_PLACES times GRID_BLOCKS sums, page-locked */
     tp_cu_pointer places_there; /* the same, as kernels see it */
-    atomic_uint short_calls;    /* that change a mapping, in progress */
     char no_fingerprints[160];
 } cuda_device;
 
 static cuda_device *cuda_of(tp_device *dev) { return (cuda_device *)(void *)dev; }
-
-/* Physical memory of a host frame, in pieces of HOST_PIECE but for the last. */
-typedef struct host_frame {
-    uint32_t count;
-    tp_cu_handle pieces[];
-} host_frame;
 
 /* What a call changed on its thread, to be put back. */
 typedef struct scope {
@@ -229,115 +213,23 @@ static tp_cu_location device_location(const cuda_device *cuda) {
     return (tp_cu_location){.type = TP_CU_LOCATION_DEVICE, .id = cuda->device};
 }
 
-/* ---- host frames: in a scope ---- */
-
-static size_t piece_bytes(size_t bytes, uint32_t index) {
-    return tp_min_size(HOST_PIECE, bytes - index * HOST_PIECE);
-}
-
-static host_frame *host_of(tp_handle handle) {
-    return (host_frame *)(uintptr_t)(handle & ~HOST_TAG);
-}
-
-static void host_frame_destroy(host_frame *frame) {
-    for (uint32_t i = 0; i < frame->count; i++) (void)api.cuMemRelease(frame->pieces[i]);
-    free(frame);
-}
-
-static tp_cu_result host_frame_create(tp_cu_location location, size_t bytes, host_frame **out) {
-    const uint32_t count = (uint32_t)((bytes + HOST_PIECE - 1) / HOST_PIECE);
-    const tp_cu_memory memory = memory_at(location);
-    host_frame *frame = malloc(sizeof *frame + count * sizeof frame->pieces[0]);
-    if (frame == NULL) return TP_CU_OUT_OF_MEMORY;
-    tp_cu_result result = TP_CU_SUCCESS;
-    for (frame->count = 0; frame->count < count; frame->count++) {
-        result = api.cuMemCreate(&frame->pieces[frame->count], piece_bytes(bytes, frame->count),
-                                 &memory, 0);
-        if (result == TP_CU_SUCCESS) continue;
-        host_frame_destroy(frame);
-        return result;
-    }
-    *out = frame;
-    return TP_CU_SUCCESS;
-}
-
-static tp_cu_result map_piece(const cuda_device *cuda, tp_addr addr, size_t bytes,
-                              tp_cu_handle handle) {
-    const tp_cu_access access = {.location = device_location(cuda),
-                                 .flags = TP_CU_ACCESS_READ_WRITE};
-    tp_cu_result result = api.cuMemMap(addr, bytes, 0, handle, 0);
-    if (result != TP_CU_SUCCESS) return result;
-    result = api.cuMemSetAccess(addr, bytes, &access, 1);
-    if (result != TP_CU_SUCCESS) (void)api.cuMemUnmap(addr, bytes);
-    return result;
-}
-
-static void let_short_calls_go_first(cuda_device *cuda) {
-    if (atomic_load_explicit(&cuda->short_calls, memory_order_relaxed) == 0) return;
-    const uint64_t until = tp_now_ns() + YIELD_NS;
-    while (atomic_load_explicit(&cuda->short_calls, memory_order_relaxed) > 0 &&
-           tp_now_ns() < until)
-        continue;
-}
-
-static tp_cu_result host_frame_map(cuda_device *cuda, tp_addr addr, size_t bytes,
-                                   const host_frame *frame) {
-    for (uint32_t i = 0; i < frame->count; i++) {
-        const size_t at = i * HOST_PIECE;
-        let_short_calls_go_first(cuda);
-        const tp_cu_result result =
-            map_piece(cuda, addr + at, piece_bytes(bytes, i), frame->pieces[i]);
-        if (result == TP_CU_SUCCESS) continue;
-        if (at > 0) (void)api.cuMemUnmap(addr, at);
-        return result;
-    }
-    return TP_CU_SUCCESS;
-}
-
-/* ---- frames of both kinds ---- */
-
-/* As scope_enter, for a call that changes a mapping and does not take long. */
-static tp_cu_result scope_enter_short(cuda_device *cuda, scope *s) {
-    atomic_fetch_add_explicit(&cuda->short_calls, 1, memory_order_relaxed);
-    return scope_enter(cuda, s);
-}
-
-static void scope_leave_short(cuda_device *cuda, scope *s) {
-    scope_leave(s);
-    atomic_fetch_sub_explicit(&cuda->short_calls, 1, memory_order_relaxed);
-}
-
-static tp_status cuda_host_frame_create(cuda_device *cuda, size_t bytes, tp_handle *out,
-                                        tp_error *error) {
-    host_frame *frame = NULL;
-    scope s;
-    tp_cu_result result = scope_enter(cuda, &s);
-    if (result == TP_CU_SUCCESS) result = host_frame_create(cuda->host, bytes, &frame);
-    scope_leave(&s);
-    if (result != TP_CU_SUCCESS)
-        return fail_as(error, TP_NO_HOST_MEMORY, result, "cuMemCreate of a host frame");
-    *out = (tp_handle)(uintptr_t)frame | HOST_TAG;
-    return TP_OK;
-}
-
 static tp_status cuda_frame_create(tp_device *dev, tp_frame_kind kind, size_t bytes,
                                    tp_handle *out, tp_error *error) {
-    cuda_device *cuda = cuda_of(dev);
-    if (kind == TP_FRAME_HOST) {
-        if (dev->caps.host_frames) return cuda_host_frame_create(cuda, bytes, out, error);
+    const cuda_device *cuda = cuda_of(dev);
+    const bool on_host = kind == TP_FRAME_HOST;
+    if (on_host && !dev->caps.host_frames) {
         return tp_error_set(error, TP_UNSUPPORTED, "this driver cannot map host frames");
     }
-    const tp_cu_memory memory = memory_at(device_location(cuda));
+    const tp_cu_memory memory = memory_at(on_host ? cuda->host : device_location(cuda));
     tp_cu_handle handle = 0;
     scope s;
-    tp_cu_result result = scope_enter_short(cuda, &s);
+    tp_cu_result result = scope_enter(cuda, &s);
     if (result == TP_CU_SUCCESS) result = api.cuMemCreate(&handle, bytes, &memory, 0);
-    scope_leave_short(cuda, &s);
-    if (result != TP_CU_SUCCESS)
-        return fail_as(error, TP_OUT_OF_MEMORY, result, "cuMemCreate of a device frame");
-    if ((handle & HOST_TAG) != 0) {
-        (void)api.cuMemRelease(handle);
-        return tp_error_set(error, TP_UNSUPPORTED, "this driver numbers memory otherwise");
+    scope_leave(&s);
+    if (result != TP_CU_SUCCESS) {
+        return fail_as(error, on_host ? TP_NO_HOST_MEMORY : TP_OUT_OF_MEMORY, result,
+                       on_host ? "cuMemCreate of a host frame"
+                               : "cuMemCreate of a device frame");
     }
     *out = handle;
     return TP_OK;
@@ -347,42 +239,39 @@ static void cuda_frame_destroy(tp_device *dev, tp_frame_kind kind, tp_handle han
                                size_t bytes) {
     (void)kind;
     (void)bytes;
-    cuda_device *cuda = cuda_of(dev);
     scope s;
-    if (scope_enter_short(cuda, &s) == TP_CU_SUCCESS) {
-        if ((handle & HOST_TAG) != 0) {
-            host_frame_destroy(host_of(handle));
-        } else {
-            (void)api.cuMemRelease(handle);
-        }
-    }
-    scope_leave_short(cuda, &s);
+    if (scope_enter(cuda_of(dev), &s) == TP_CU_SUCCESS) (void)api.cuMemRelease(handle);
+    scope_leave(&s);
+}
+
+/* In a scope. Whole, as the driver insists. It changes one mapping at a time, and making host memory
+ * accessible takes it 12 us a MiB (H200); in several pieces of physical memory, longer. */
+static tp_cu_result map_in_scope(const cuda_device *cuda, tp_addr addr, size_t bytes,
+                                 tp_handle handle) {
+    const tp_cu_access access = {.location = device_location(cuda),
+                                 .flags = TP_CU_ACCESS_READ_WRITE};
+    tp_cu_result result = api.cuMemMap(addr, bytes, 0, handle, 0);
+    if (result != TP_CU_SUCCESS) return result;
+    result = api.cuMemSetAccess(addr, bytes, &access, 1);
+    if (result != TP_CU_SUCCESS) (void)api.cuMemUnmap(addr, bytes);
+    return result;
 }
 
 static tp_status cuda_map(tp_device *dev, tp_addr addr, size_t bytes, tp_handle handle,
                           tp_error *error) {
-    cuda_device *cuda = cuda_of(dev);
+    const cuda_device *cuda = cuda_of(dev);
     scope s;
-    tp_cu_result result = TP_CU_SUCCESS;
-    if ((handle & HOST_TAG) != 0) {
-        result = scope_enter(cuda, &s);
-        if (result == TP_CU_SUCCESS)
-            result = host_frame_map(cuda, addr, bytes, host_of(handle));
-        scope_leave(&s);
-    } else {
-        result = scope_enter_short(cuda, &s);
-        if (result == TP_CU_SUCCESS) result = map_piece(cuda, addr, bytes, handle);
-        scope_leave_short(cuda, &s);
-    }
+    tp_cu_result result = scope_enter(cuda, &s);
+    if (result == TP_CU_SUCCESS) result = map_in_scope(cuda, addr, bytes, handle);
+    scope_leave(&s);
     return check(error, result, "mapping a frame");
 }
 
 static tp_status cuda_unmap(tp_device *dev, tp_addr addr, size_t bytes, tp_error *error) {
-    cuda_device *cuda = cuda_of(dev);
     scope s;
-    tp_cu_result result = scope_enter_short(cuda, &s);
+    tp_cu_result result = scope_enter(cuda_of(dev), &s);
     if (result == TP_CU_SUCCESS) result = api.cuMemUnmap(addr, bytes);
-    scope_leave_short(cuda, &s);
+    scope_leave(&s);
     return check(error, result, "cuMemUnmap");
 }
 
@@ -606,7 +495,7 @@ static bool host_location_works(const cuda_device *cuda, tp_cu_location location
     bool works = false;
     if (api.cuMemAddressReserve(&address, bytes, bytes, 0, 0) != TP_CU_SUCCESS) return false;
     if (api.cuMemCreate(&handle, bytes, &memory, 0) == TP_CU_SUCCESS) {
-        works = map_piece(cuda, address, bytes, handle) == TP_CU_SUCCESS;
+        works = map_in_scope(cuda, address, bytes, handle) == TP_CU_SUCCESS;
         if (works) (void)api.cuMemUnmap(address, bytes);
         (void)api.cuMemRelease(handle);
     }

@@ -155,6 +155,8 @@ static operands look(const tp_op *op) {
     return seen;
 }
 
+bool tp_access_over_host(const tp_op *op) { return look(op).missing; }
+
 /* `first`: not a second try of the same operator, whose misses have been noted. */
 static void pin_all(tp_pager *pager, tp_op *op, const tp_access *accesses, size_t count,
                     bool first) {

@@ -14,6 +14,8 @@ void tp_access_end(tp_pager *pager, tp_op *op, const tp_addr *outputs, size_t ou
 /* See tp_op_detach, tp_op_export. The latter may drop the lock. */
 void tp_access_detach(tp_pager *pager, tp_op *op, tp_op *parent);
 void tp_access_export_operands(tp_pager *pager, const tp_op *op);
+/* Whether an operator in progress uses something that is in HOST now. */
+bool tp_access_over_host(const tp_op *op);
 /* It is a tensor, and has just been used. */
 void tp_access_see(tp_pager *pager, tp_block *block);
 /* Resident and immovable. May drop the lock. */

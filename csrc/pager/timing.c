@@ -1,6 +1,7 @@
 #include "pager/timing.h"
 
 #include "base/bytes.h"
+#include "pager/access.h"
 #include "pager/pager.h"
 
 enum {
@@ -172,7 +173,8 @@ void tp_timing_stop(tp_pager *pager, tp_op *op) {
     if (op->record != 0 && !pager->host_kernels) start_gap(pager, op);
     if (op->timer == 0 && op->started_ns == 0) return;
     uint64_t inner_ns = 0;
-    const bool known = inner_time(pager, op, &inner_ns);
+    /* Over HOST it takes what the link takes. */
+    const bool known = inner_time(pager, op, &inner_ns) && !tp_access_over_host(op);
     if (op->started_ns != 0 && known) {
         const uint64_t ns = tp_pager_now(pager) - op->started_ns;
         const uint64_t other_ns = inner_ns + (tp_thread_waited_ns - op->waited_ns);
