@@ -17,6 +17,7 @@
 #include "pager/learn.h"
 #include "pager/name.h"
 #include "pager/pager.h"
+#include "pager/park.h"
 #include "pager/reclaim.h"
 #include "pager/region.h"
 #include "pager/resize.h"
@@ -214,6 +215,21 @@ void tp_bring_back(tp_core *core, tp_dropped *dropped, tp_addr addr, tp_stream s
     leave(pager);
 }
 
+tp_status tp_park(tp_core *core, tp_addr addr, tp_dropped **out, tp_error *error) {
+    tp_pager *pager = enter(core);
+    const tp_status status = tp_block_park(pager, addr, out, error);
+    leave(pager);
+    return status;
+}
+
+tp_status tp_unpark(tp_core *core, tp_dropped *dropped, tp_stream stream, bool now,
+                    tp_addr *out, tp_oom *oom, tp_error *error) {
+    tp_pager *pager = enter(core);
+    const tp_status status = tp_block_unpark(pager, dropped, stream, now, out, oom, error);
+    leave_arming(core);
+    return status;
+}
+
 void tp_drop_end(tp_core *core, tp_dropped *dropped) {
     tp_pager *pager = enter(core);
     tp_dropped_end(pager, dropped);
@@ -299,11 +315,12 @@ bool tp_block_visit(tp_core *core, void (*visit)(void *ctx, const tp_block_info 
 static void tell_drops(tp_core *core, const tp_access *accesses, size_t count) {
     tp_pager *pager = &core->pager;
     tp_addr addrs[TP_DROPS_MAX];
-    const uint32_t taken = tp_executor_take_drops(pager, accesses, count, addrs);
+    bool parks[TP_DROPS_MAX];
+    const uint32_t taken = tp_executor_take_drops(pager, accesses, count, addrs, parks);
     const tp_hooks hooks = pager->hooks;
     if (taken == 0 || hooks.drop == NULL) return;
     leave(pager);
-    for (uint32_t i = 0; i < taken; i++) hooks.drop(hooks.ctx, core, addrs[i]);
+    for (uint32_t i = 0; i < taken; i++) hooks.drop(hooks.ctx, core, addrs[i], parks[i]);
     (void)enter(core);
 }
 
@@ -318,6 +335,8 @@ void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t cou
     pager->rerun_count += op->rerun;
     tp_learn_begin(pager, op, accesses, count, stream);
     if (op->record != 0) tp_executor_begin(pager);
+    if (!tp_list_empty(&pager->wanted_parked) && !op->rerun)
+        tp_park_bring_wanted(pager, stream);
     op->keep_recipe = op->recipe && op->record != 0 && tp_executor_needs_recipe(pager);
     if (pager->executor.drop_count > 0 && !op->rerun) tell_drops(core, accesses, count);
     tp_access_begin(pager, op, accesses, count, stream);
@@ -575,7 +594,7 @@ void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
     if (peaks) {
         tp_gauge *const gauges[] = {&stats->allocated, &stats->active, &stats->reserved,
                                     &stats->resident,  &stats->host,   &stats->host_held,
-                                    &stats->pinned,    &stats->held};
+                                    &stats->pinned,    &stats->held,   &stats->parked};
         for (size_t i = 0; i < sizeof gauges / sizeof gauges[0]; i++)
             tp_gauge_reset_peak(gauges[i]);
         stats->live_peak_count = stats->block_count;

@@ -98,7 +98,16 @@ TP_API TP_MUST_USE tp_status tp_drop(tp_core *core, tp_addr addr, tp_stream stre
 /* They are back, in the block at `addr`, made with TP_ALLOC_RERUN, on `stream`. Frees `dropped`. When
  * they turn out to be other bytes the core fails with TP_NOT_THE_SAME. */
 TP_API void tp_bring_back(tp_core *core, tp_dropped *dropped, tp_addr addr, tp_stream stream);
-/* The storage is gone. Frees `dropped`. */
+/* The storage of the block that begins at `addr` keeps its bytes, in host memory, and gives its address up, which
+ * nobody may use any more: the block is freed once they have been copied, with *out to stand for it.
+ * TP_BUSY, TP_NO_HOST_MEMORY: as tp_drop. Never waits. */
+TP_API TP_MUST_USE tp_status tp_park(tp_core *core, tp_addr addr, tp_dropped **out,
+                                     tp_error *error);
+/* Its bytes are in the block at *out, for what `stream` holds next; if `now`, for anybody. Frees `dropped`, unless
+ * it fails, with what tp_alloc fails with. May wait. */
+TP_API TP_MUST_USE tp_status tp_unpark(tp_core *core, tp_dropped *dropped, tp_stream stream,
+                                       bool now, tp_addr *out, tp_oom *oom, tp_error *error);
+/* The storage, dropped or parked, is gone. Frees `dropped`. */
 TP_API void tp_drop_end(tp_core *core, tp_dropped *dropped);
 
 /* False: no live block holds that address. */

@@ -93,10 +93,10 @@ static void hook_first_paging(void *ctx) {
     if (callback != NULL) callback(((slot_state *)ctx)->slot);
 }
 
-static void hook_drop(void *ctx, tp_core *core, tp_addr addr) {
+static void hook_drop(void *ctx, tp_core *core, tp_addr addr, bool park) {
     (void)ctx;
     const tp_bind_operators *operators = atomic_load(&operators_part);
-    if (operators != NULL) operators->drop(core, addr);
+    if (operators != NULL) operators->drop(core, addr, park);
 }
 
 /* Which block it was is in the statistics. */
@@ -241,7 +241,8 @@ static tp_core *detach_sim(bool *alive) {
     if (core == NULL) return NULL;
     tp_stats stats;
     tp_core_stats(core, &stats);
-    *alive = stats.block_count != 0 || stats.regions_open != 0 || stats.dropped.current != 0;
+    *alive = stats.block_count != 0 || stats.regions_open != 0 || stats.dropped.current != 0 ||
+             stats.parked.current != 0;
     if (*alive) return NULL;
     tp_unregister(TP_SLOT_SIM);
     return core;

@@ -37,8 +37,8 @@ typedef struct tp_bind_operators {
     void (*settle)(void);
     void (*forget)(tp_core *core); /* it is about to be destroyed. Without the GIL */
     void (*freed)(tp_addr addr);   /* before every tp_free */
-    void (*drop)(tp_core *core, tp_addr addr); /* tp_hooks.drop */
-    void (*bring_back)(tp_core *core);         /* all that is dropped */
+    void (*drop)(tp_core *core, tp_addr addr, bool park); /* tp_hooks.drop */
+    void (*bring_back)(tp_core *core);                    /* all that is dropped */
     /* Why this thread's operator cannot go on for want of memory; NULL: it can. */
     const char *(*lacks_memory)(void);
 } tp_bind_operators;

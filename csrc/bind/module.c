@@ -670,7 +670,9 @@ static int put_tallies(PyObject *dict, const tp_stats *stats) {
     bad |= put_tally(dict, "fingerprints", &stats->fingerprints);
     bad |= put_tally(dict, "plans", &stats->plans);
     bad |= put_u64(dict, "planned_ops", stats->planned_ops);
+    bad |= put_gauge(dict, "parked", &stats->parked);
     bad |= put_tally(dict, "drops", &stats->drops);
+    bad |= put_tally(dict, "parks", &stats->parks);
     bad |= put_tally(dict, "reruns", &stats->reruns);
     bad |= put_tally(dict, "discards", &stats->discards);
     bad |= put_tally(dict, "frame_creates", &stats->frame_creates);

@@ -243,9 +243,9 @@ PyObject *cpu_defer_collectives(PyObject *, PyObject *arg) {
 PyObject *cpu_recompute_mode(PyObject *, PyObject *arg) {
     const long mode = PyLong_AsLong(arg);
     if (mode == -1 && PyErr_Occurred()) return nullptr;
-    if (mode < kRecomputeOff || mode > kRecomputeForced) {
+    if (mode < kRecomputeOff || mode > kRecomputeParked) {
         PyErr_Format(PyExc_ValueError, "mode is %ld; possible are 0 to %d", mode,
-                     static_cast<int>(kRecomputeForced));
+                     static_cast<int>(kRecomputeParked));
         return nullptr;
     }
     recompute_set_mode(static_cast<RecomputeMode>(mode));

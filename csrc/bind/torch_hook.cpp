@@ -1029,7 +1029,7 @@ bool may_rerun(const Thread *thread, const Frame *frame, const OperatorUse &use,
 }
 
 void capture(Frame *frame, const OperatorUse &use, const at::RecordFunction &fn) {
-    bool wanted = recompute_mode() == kRecomputeForced;
+    bool wanted = recompute_mode() >= kRecomputeForced;
     for (const CoreOp *op = &frame->first; op != nullptr; op = op->next.get()) {
         wanted = wanted || (op->core != nullptr && op->op.keep_recipe);
     }

@@ -21,6 +21,7 @@
 #include <unordered_set>
 
 #include "bind/cores.h"
+#include "bind/torch_glue.h"
 #include "bind/torch_hook.h"
 #include "bind/torch_numerics.h"
 
@@ -214,12 +215,15 @@ namespace {
 struct Dropped {
     std::shared_ptr<Made> made;
     tp_dropped *token = nullptr;
+    c10::DeleterFnPtr deleter =
+        nullptr;                      /* of its memory, if it is parked; null: it is dropped */
     std::vector<c10::Storage> leaves; /* what its rerun reads */
 };
 
 struct Pending {
     std::weak_ptr<Made> made;
     int tries;
+    bool park;
 };
 
 /* How many operators a drop is tried at. */
@@ -295,11 +299,13 @@ void count_tracked(Registry &r) {
                             std::memory_order_relaxed);
 }
 
+int slot_of(const c10::Device &device) {
+    return device.is_cuda() ? device.index() : static_cast<int>(TP_SLOT_SIM);
+}
+
 /* What the calling thread launches on. */
 tp_stream stream_for(const c10::StorageImpl *storage) {
-    const c10::Device device = storage->device();
-    return tp_bind_current_stream(device.is_cuda() ? device.index()
-                                                   : static_cast<int>(TP_SLOT_SIM));
+    return tp_bind_current_stream(slot_of(storage->device()));
 }
 
 /* ---- a storage without bytes --------------------------------------------------------------- */
@@ -809,7 +815,7 @@ class Quiet {
     const NumericsGuard numerics_;
 };
 
-void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again);
+void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again, bool for_operator);
 
 std::vector<at::Tensor> execute(const std::shared_ptr<Recipe> &recipe, Again &again);
 
@@ -817,7 +823,7 @@ c10::Storage bytes_of(const Input &input, Again &again) {
     auto storage = input.storage.lock();
     if (storage != nullptr) {
         Dropped *dropped = dropped_of(storage.get());
-        if (dropped != nullptr) bring_back_or_throw(dropped->made, again);
+        if (dropped != nullptr) bring_back_or_throw(dropped->made, again, true);
         const bool empty = addr_of_storage(storage.get()) == 0 && input.bytes > 0;
         if (storage->nbytes() != input.bytes || empty) {
             throw std::runtime_error("the storage of an input has been resized");
@@ -889,8 +895,39 @@ void take_over(const std::shared_ptr<Made> &made, const at::Tensor &tensor) {
     count_tracked(r);
 }
 
+/* The bytes of a parked storage are in a block again: the storage has it. */
+void take_block(const std::shared_ptr<Made> &made, tp_addr addr) {
+    Registry &r = registry();
+    const Guard guard(r.mutex);
+    const auto storage = made->storage.lock();
+    Dropped *dropped = made->dropped;
+    void *ptr = reinterpret_cast<void *>(addr);
+    r.dropped.erase(dropped);
+    made->dropped = nullptr;
+    made->addr = addr;
+    give_pointer(storage.get(), c10::DataPtr(ptr, ptr, dropped->deleter, storage->device()));
+    r.live.emplace(addr, made);
+    delete dropped;
+    count_tracked(r);
+}
+
+/* Throws what an allocation throws. */
+void unpark_or_throw(const std::shared_ptr<Made> &made, bool for_operator) {
+    const auto storage = made->storage.lock(); /* so that it does not end meanwhile */
+    if (storage == nullptr) return;
+    tp_oom oom{};
+    oom.requested_bytes = made->bytes;
+    tp_error error{};
+    tp_addr addr = 0;
+    const tp_status status =
+        tp_unpark(made->core, made->dropped->token, stream_for(storage.get()), !for_operator,
+                  &addr, &oom, &error);
+    if (status != TP_OK) throw_alloc_error(slot_of(storage->device()), oom, error);
+    take_block(made, addr);
+}
+
 /* Also what else the recipe makes. Throws what the operator throws; the storage says why then. */
-void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again) {
+void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again, bool for_operator) {
     const Guard lock(rerun_mutex());
     {
         const Guard guard(registry().mutex);
@@ -900,6 +937,10 @@ void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again) {
         if (tp_capturing(made->core)) {
             /* What a graph makes is there when it is replayed. */
             throw std::runtime_error("a stream is being captured");
+        }
+        if (made->dropped->deleter != nullptr) {
+            unpark_or_throw(made, for_operator);
+            return;
         }
         const auto recipe = made->recipe;
         const auto outputs = execute(recipe, again);
@@ -929,7 +970,7 @@ void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again) {
 bool bring_back(const std::shared_ptr<Made> &made, bool for_operator) {
     Again again;
     try {
-        bring_back_or_throw(made, again);
+        bring_back_or_throw(made, again, for_operator);
         return true;
     } catch (const c10::OutOfMemoryError &error) {
         if (!for_operator) return false;
@@ -1073,11 +1114,12 @@ enum class Drop { DONE, LATER, NEVER };
 
 /* The registry is held. */
 Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *storage,
-              std::vector<c10::Storage> &leaves) {
+              std::vector<c10::Storage> &leaves, bool park) {
     auto dropped = std::make_unique<Dropped>();
     dropped->made = made;
     for (const c10::Storage &leaf : leaves) r.dependents[leaf.unsafeGetStorageImpl()];
     c10::DataPtr &slot = storage->_mutable_data_ptr_no_checks();
+    if (park && slot.get_context() != slot.get()) return Drop::NEVER;
     c10::DataPtr data(nullptr, dropped.get(), &dropped_ended, slot.device());
     std::swap(data, slot);
     refuse_pointer(storage, std::string(kGivenUp) +
@@ -1085,12 +1127,14 @@ Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *
                                 "torchpager.pin() keeps a tensor as it is");
     tp_error error{};
     const tp_status status =
-        tp_drop(made->core, made->addr, stream_for(storage), &dropped->token, &error);
+        park ? tp_park(made->core, made->addr, &dropped->token, &error)
+             : tp_drop(made->core, made->addr, stream_for(storage), &dropped->token, &error);
     if (status != TP_OK) {
         give_pointer(storage, std::move(data));
         return status == TP_BUSY ? Drop::LATER : Drop::NEVER;
     }
-    (void)data.release_context(); /* the block is free */
+    if (park) dropped->deleter = data.get_deleter();
+    (void)data.release_context(); /* the block is free, or will be */
     for (const c10::Storage &leaf : leaves) {
         r.dependents[leaf.unsafeGetStorageImpl()].push_back(made.get());
     }
@@ -1102,6 +1146,22 @@ Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *
     r.dropped.insert(dropped.release());
     count_tracked(r);
     return Drop::DONE;
+}
+
+/* Without a recipe that would find its inputs: the bytes are kept. */
+Drop try_park(const std::shared_ptr<Made> &made) {
+    Registry &r = registry();
+    std::vector<c10::Storage> none;
+    c10::intrusive_ptr<c10::StorageImpl> storage = made->storage.lock();
+    if (tp_capturing(made->core)) return Drop::LATER;
+    const Guard guard(r.mutex);
+    if (storage == nullptr || made->addr == 0 || made->refused) return Drop::NEVER;
+    if (!is_out_of_reach(*made, storage.use_count() - 1)) return Drop::LATER;
+    dropping.store(true);
+    const Drop result =
+        holds.load() == 0 ? swap_out(r, made, storage.get(), none, true) : Drop::LATER;
+    dropping.store(false);
+    return result;
 }
 
 /* With nothing held. */
@@ -1133,7 +1193,7 @@ Drop try_drop(const std::shared_ptr<Made> &made) {
     if (!is_out_of_reach(*made, storage.use_count() - 1)) return Drop::LATER;
     dropping.store(true);
     const Drop result =
-        holds.load() == 0 ? swap_out(r, made, storage.get(), leaves) : Drop::LATER;
+        holds.load() == 0 ? swap_out(r, made, storage.get(), leaves, false) : Drop::LATER;
     dropping.store(false);
     return result;
 }
@@ -1141,14 +1201,15 @@ Drop try_drop(const std::shared_ptr<Made> &made) {
 /* Those that are due, but what is used now. */
 void try_pending(const std::vector<Touch> &touches) {
     Registry &r = registry();
-    const bool forced = mode.load(std::memory_order_relaxed) == kRecomputeForced;
+    const int how = mode.load(std::memory_order_relaxed);
+    const bool forced = how == kRecomputeForced || how == kRecomputeParked;
     if (!forced && !r.has_pending.load(std::memory_order_relaxed)) return;
     std::vector<Pending> due, later;
     {
         const Guard guard(r.mutex);
         due.swap(r.pending);
         for (const auto &entry : r.live) {
-            if (forced) due.push_back({entry.second, 0});
+            if (forced) due.push_back({entry.second, 0, how == kRecomputeParked});
         }
     }
     for (Pending &each : due) {
@@ -1157,7 +1218,8 @@ void try_pending(const std::vector<Touch> &touches) {
         const bool busy = std::any_of(touches.begin(), touches.end(), [&](const Touch &touch) {
             return addr_of_storage(touch.storage) == made->addr;
         });
-        if (busy || try_drop(made) == Drop::LATER) later.push_back({made, each.tries - 1});
+        if (busy || (each.park ? try_park(made) : try_drop(made)) == Drop::LATER)
+            later.push_back({made, each.tries - 1, each.park});
     }
     const Guard guard(r.mutex);
     for (Pending &each : later) {
@@ -1291,13 +1353,13 @@ RecomputeHold::~RecomputeHold() {
     if (counted_) holds.fetch_sub(1);
 }
 
-void recompute_drop(tp_core *core, tp_addr addr) {
+void recompute_drop(tp_core *core, tp_addr addr, bool park) {
     try {
         Registry &r = registry();
         const Guard guard(r.mutex);
         const auto found = r.live.find(addr);
         if (found == r.live.end() || found->second->core != core) return;
-        r.pending.push_back({found->second, kTries});
+        r.pending.push_back({found->second, kTries, park});
         r.has_pending.store(true, std::memory_order_relaxed);
     } catch (const std::bad_alloc &) {
         return; /* it stays */

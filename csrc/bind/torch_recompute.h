@@ -8,6 +8,9 @@
  * uses it, the recipe runs again, below autograd and autocast, and the storage gets the block
  * that this made.
  *
+ * What the plan moves to the host instead is parked (tp_park) if it is such a storage: it loses its
+ * memory in the same way, and its bytes are brought back by copying them.
+ *
  * Nothing here throws, but what says so. */
 #ifndef TP_BIND_TORCH_RECOMPUTE_H
 #define TP_BIND_TORCH_RECOMPUTE_H
@@ -71,7 +74,8 @@ struct Touch {
 enum RecomputeMode {
     kRecomputeOff,
     kRecomputePlanned, /* recipes of what a plan will drop */
-    kRecomputeForced   /* everything is dropped as soon as it may be: for tests */
+    kRecomputeForced,  /* everything is dropped as soon as it may be: for tests */
+    kRecomputeParked   /* likewise, and its bytes are kept */
 };
 RecomputeMode recompute_mode();
 /* Off: everything comes back first. May wait. */
@@ -126,8 +130,9 @@ class RecomputeHold {
   private:
     bool counted_;
 };
-/* The plan says so: before one of the next operators, as soon as it may be. Runs nothing. */
-void recompute_drop(tp_core *core, tp_addr addr);
+/* The plan says so: before one of the next operators, as soon as it may be. Runs nothing. `park`: the bytes
+ * are kept. */
+void recompute_drop(tp_core *core, tp_addr addr, bool park);
 /* A block is freed. */
 void recompute_freed(tp_addr addr);
 /* Everything of one core comes back, or of all (null). False: something could not. May wait. */

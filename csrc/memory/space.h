@@ -59,6 +59,7 @@ typedef struct tp_extent {
     uint8_t place; /* 1 + where a fingerprint of the device frame is left; 0: none is made */
     tp_marker copied_behind; /* the decision for which the last write-back was made */
     tp_marker copied_region; /* the pager's region_end at that time */
+    bool parked; /* written back and proven, for a block that is being parked (pager/park.h) */
     tp_link inflight; /* in the pager's list while WRITING, FILLING, `evict` or in a place */
 } tp_extent;
 
@@ -96,7 +97,8 @@ struct tp_block {
     uint64_t stamp;     /* the use clock at its last use */
     uint64_t written;   /* the same, at its last announced write */
     uint64_t evicted_count;
-    tp_identity identity; /* the recorder's */
+    struct tp_dropped *parking; /* it is GOING (pager/park.h) */
+    tp_identity identity;       /* the recorder's */
     struct tp_segment *segment;
     tp_span *span;
     tp_link lru;  /* live: least recently used first. cached, retiring: in that list */

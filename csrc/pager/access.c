@@ -344,9 +344,11 @@ static void follow_remakes(tp_pager *pager, const tp_op *op) {
         tp_block *block = op->pins[i].block;
         const tp_marker remade = block->remade;
         bool done = tp_marker_done(&pager->markers, remade);
-        if (!done && tp_markers_stream(&pager->markers, remade.lane) == op->stream) continue;
+        if (!done && !pager->host_kernels &&
+            tp_markers_stream(&pager->markers, remade.lane) == op->stream)
+            continue;
         const bool queued =
-            !done && !capturing(pager, op->stream) &&
+            !done && !pager->host_kernels && !capturing(pager, op->stream) &&
             tp_marker_stream_wait(&pager->markers, op->stream, remade, NULL) == TP_OK;
         /* A stream that is captured cannot wait for what is not part of it. */
         while (!done && !queued && !tp_pager_halted(pager)) {

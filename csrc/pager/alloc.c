@@ -293,6 +293,7 @@ static void publish(tp_pager *pager, tp_block *block, size_t requested_bytes, tp
     block->stamp = block->written = ++pager->use_clock;
     block->evicted_count = 0;
     block->remade = (tp_marker){0, 0};
+    block->parking = NULL;
     block->life = TP_BLOCK_LIVE;
     tp_list_push_back(&pager->live, &block->lru);
     tp_block_count(pager, block, true);
@@ -306,6 +307,13 @@ static tp_status fits_at_all(const tp_pager *pager, size_t bytes) {
     if (bytes <= pager->budget.limit_bytes) return TP_OK;
     if (!pager->offload || !pager->dev->caps.host_frames) return TP_OUT_OF_MEMORY;
     return bytes <= pager->budget.host_limit_bytes ? TP_OK : TP_NO_HOST_MEMORY;
+}
+
+static void hand_out(tp_pager *pager, tp_block *block, uint32_t lane, size_t bytes,
+                     tp_stream stream, uint32_t flags) {
+    block->uses = (tp_uses){.at = {{{lane, 0}, true}}, .count = 1};
+    block->unmarked = false;
+    publish(pager, block, bytes, stream, flags);
 }
 
 tp_status tp_block_alloc(tp_pager *pager, size_t bytes, tp_stream stream, uint32_t flags,
@@ -335,9 +343,51 @@ tp_status tp_block_alloc(tp_pager *pager, size_t bytes, tp_stream stream, uint32
             return fail_alloc(pager, bytes, status, device_status, oom, error);
         }
     }
-    block->uses = (tp_uses){.at = {{{lane, 0}, true}}, .count = 1};
-    block->unmarked = false;
-    publish(pager, block, bytes, stream, flags);
+    hand_out(pager, block, lane, bytes, stream, flags);
+    *out = block->addr;
+    return TP_OK;
+}
+
+/* Frames for all of it, without waiting. False: there are not enough now. */
+static bool bear_at_once(tp_pager *pager, tp_block *block, tp_stream stream) {
+    for (uint32_t i = 0; i < block->extent_count; i++) {
+        tp_extent *extent = &block->extents[i];
+        extent->device = tp_reclaim_device_frame(pager, extent->bytes, stream, NULL);
+        if (extent->device == NULL) return false;
+    }
+    if (map_born(pager, block, TP_FRAME_DEVICE, NULL) != TP_OK) return false;
+    become_all(pager, block, TP_EXTENT_DIRTY);
+    return true;
+}
+
+static size_t cached_bytes(const tp_pager *pager) {
+    size_t bytes = 0;
+    for (const tp_link *link = pager->cached.next; link != &pager->cached; link = link->next)
+        bytes += TP_CONTAINER(link, tp_block, lru)->bytes;
+    return bytes;
+}
+
+tp_status tp_block_try_alloc(tp_pager *pager, size_t bytes, tp_stream stream, uint32_t flags,
+                             tp_addr *out, tp_error *error) {
+    if (tp_pager_halted(pager)) return tp_error_set(error, TP_FAILED, "the pager has failed");
+    uint32_t lane = 0;
+    tp_status status = tp_markers_lane(&pager->markers, stream, &lane, error);
+    if (status != TP_OK) return status;
+    const size_t rounded = tp_round_up(bytes, pager->space.granularity_bytes);
+    tp_block *block = cache_take(pager, rounded, stream);
+    const bool hopeless = tp_ticket_taken(pager) || pager->capture_depth > 0 ||
+                          tp_reclaim_free_bytes(pager) + cached_bytes(pager) < rounded;
+    if (block == NULL && hopeless)
+        return tp_error_set(error, TP_OUT_OF_MEMORY, "no memory for %zu bytes now", bytes);
+    if (block == NULL) {
+        status = tp_space_take(&pager->space, bytes, &block, error);
+        if (status != TP_OK) return status;
+        if (!bear_at_once(pager, block, stream)) {
+            unborn(pager, block);
+            return tp_error_set(error, TP_OUT_OF_MEMORY, "no memory for %zu bytes now", bytes);
+        }
+    }
+    hand_out(pager, block, lane, bytes, stream, flags);
     *out = block->addr;
     return TP_OK;
 }

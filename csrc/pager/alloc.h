@@ -13,6 +13,9 @@
 TP_MUST_USE tp_status tp_block_alloc(tp_pager *pager, size_t bytes, tp_stream stream,
                                      uint32_t flags, tp_addr *out, tp_oom *oom,
                                      tp_error *error);
+/* The same of what is free now. TP_OUT_OF_MEMORY: nothing is. Never waits for memory. May drop the lock. */
+TP_MUST_USE tp_status tp_block_try_alloc(tp_pager *pager, size_t bytes, tp_stream stream,
+                                         uint32_t flags, tp_addr *out, tp_error *error);
 /* Frees a live block. Never waits, never drops the lock. */
 void tp_block_free(tp_pager *pager, tp_block *block);
 /* Whether the memory of a freed block may serve `stream` at once: all that used it is complete, or

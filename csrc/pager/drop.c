@@ -8,14 +8,14 @@
 #include "pager/alloc.h"
 #include "pager/extent.h"
 #include "pager/learn.h"
+#include "pager/park.h"
 #include "pager/verify.h"
 
 size_t tp_drop_reserve(const tp_pager *pager) {
     return pager->rerun_count > 0 ? 0 : pager->stats.dropped.current;
 }
 
-/* Why the block has to stay; NULL: it may go. */
-static const char *stays(const tp_pager *pager, const tp_block *block) {
+const char *tp_drop_obstacle(const tp_pager *pager, const tp_block *block) {
     if (pager->failed != TP_OK || pager->abandoned) return "the pager has failed";
     if (pager->capture_depth > 0) return "a stream is being captured";
     if (tp_pager_gate_closed(pager)) return "an opaque region is open";
@@ -37,9 +37,9 @@ tp_status tp_block_drop(tp_pager *pager, tp_addr addr, tp_stream stream, tp_drop
         return tp_error_set(error, TP_INVALID, "no block begins at %#llx",
                             (unsigned long long)addr);
     }
-    const char *reason = stays(pager, block);
+    const char *reason = tp_drop_obstacle(pager, block);
     if (reason != NULL) return tp_error_set(error, TP_BUSY, "the block stays: %s", reason);
-    tp_dropped *dropped = room_for(pager, block->bytes) ? malloc(sizeof *dropped) : NULL;
+    tp_dropped *dropped = room_for(pager, block->bytes) ? calloc(1, sizeof *dropped) : NULL;
     if (dropped == NULL) {
         return tp_error_set(error, TP_NO_HOST_MEMORY,
                             "no room for %zu bytes in host memory, should the device have none "
@@ -59,6 +59,7 @@ tp_status tp_block_drop(tp_pager *pager, tp_addr addr, tp_stream stream, tp_drop
 }
 
 void tp_drop_fini(tp_pager *pager) {
+    tp_park_fini(pager);
     while (!tp_list_empty(&pager->dropped)) {
         tp_dropped *it = TP_CONTAINER(pager->dropped.next, tp_dropped, link);
         tp_list_remove(&it->link);
@@ -92,6 +93,10 @@ void tp_block_bring_back(tp_pager *pager, tp_dropped *dropped, tp_addr addr, tp_
 }
 
 void tp_dropped_end(tp_pager *pager, tp_dropped *dropped) {
+    if (dropped->stage != TP_PARK_NONE) {
+        tp_park_end(pager, dropped);
+        return;
+    }
     tp_learn_gone(pager, &dropped->identity);
     tp_verify_forget(pager, &dropped->print);
     forget(pager, dropped);

@@ -21,6 +21,13 @@ struct tp_dropped {
     size_t requested_bytes, bytes;
     tp_print print; /* of its bytes */
     tp_link link;   /* in tp_pager.dropped */
+
+    /* Of a storage whose bytes are kept (pager/park.h). */
+    uint8_t stage;            /* tp_park_stage */
+    bool ended;               /* while a thread was looking for memory for it */
+    struct tp_parked *parked; /* where they are; NULL: in the block, or nowhere */
+    tp_block *block;          /* while it is GOING, and once it is BACK */
+    tp_link want;             /* in tp_pager.wanted_parked */
 };
 
 /* Frees the block that begins at `addr`, used last on `stream`. TP_BUSY: it is in use, immovable or no tensor, or an
@@ -35,6 +42,9 @@ void tp_dropped_end(tp_pager *pager, tp_dropped *dropped);
 
 /* The core ends: frees what stands for dropped blocks. */
 void tp_drop_fini(tp_pager *pager);
+
+/* Why a block has to stay; NULL: it may go. */
+const char *tp_drop_obstacle(const tp_pager *pager, const tp_block *block);
 
 /* Of the host budget, what is kept free for dropped blocks: nothing while one is made again. */
 size_t tp_drop_reserve(const tp_pager *pager);

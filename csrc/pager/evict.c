@@ -3,6 +3,7 @@
 #include "base/check.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
+#include "pager/park.h"
 #include "pager/proof.h"
 #include "pager/reclaim.h"
 #include "pager/transfer.h"
@@ -190,11 +191,17 @@ static bool evict(tp_pager *pager, tp_extent *extent) {
         leave_flight(pager, extent);
         return !tp_link_in_list(&extent->inflight);
     }
+    const bool parking = extent->block->parking != NULL;
     /* The driver lets one thread at a time change mappings, and a host frame takes it a millisecond:
      * an allocation does not wait behind evictions if it can be helped. */
-    if (pager->mapping_count > 0 || !may_remap(pager, extent)) return false;
+    if (extent->parked || (pager->mapping_count > 0 && !parking)) return false;
+    if (!may_remap(pager, extent)) return false;
     bool moved = false;
     if (!proven(pager, extent, &moved)) return moved;
+    if (parking) {
+        tp_park_extent(pager, extent);
+        return true;
+    }
     if (remap(pager, extent, pager->strict ? NULL : extent->host, &pager->stats.evictions) !=
         TP_OK) {
         set_back(pager);

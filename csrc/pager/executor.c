@@ -5,6 +5,7 @@
 #include "pager/extent.h"
 #include "pager/fill.h"
 #include "pager/pager.h"
+#include "pager/park.h"
 #include "pager/reclaim.h"
 
 enum { REFUSED_NS = 2000000 }; /* a device that had no frame is not asked again before that */
@@ -70,7 +71,7 @@ static void wish(tp_pager *pager, tp_block *block, uint32_t extent, tp_marker *d
                                               : *decided;
     const size_t bytes = block->extents[extent].bytes;
     it->wishes[(it->wish_first + it->wish_count++) % TP_WISHES_MAX] =
-        (tp_wish){block, block->generation, block->stamp, extent, bytes, marker};
+        (tp_wish){block, block->generation, block->stamp, extent, bytes, marker, false};
     it->wish_bytes += bytes;
 }
 
@@ -82,23 +83,39 @@ static tp_block *block_of(const tp_step *step, const tp_act *act) {
     return tp_block_movable(block) && act->extent < block->extent_count ? block : NULL;
 }
 
-static void drop(tp_pager *pager, tp_block *block) {
+static void drop(tp_pager *pager, tp_block *block, bool park) {
     tp_executor *it = &pager->executor;
     if (!pager->plans.recompute || it->drop_count == TP_DROPS_MAX) return;
-    it->drops[it->drop_count++] = (tp_wish){.block = block, .generation = block->generation};
+    for (uint32_t i = 0; i < it->drop_count; i++)
+        if (it->drops[i].block == block) return; /* another extent of it */
+    it->drops[it->drop_count++] =
+        (tp_wish){.block = block, .generation = block->generation, .park = park};
+}
+
+/* A storage that is parked comes back as a whole. False: the act is about something else. */
+static bool fill_parked(tp_pager *pager, const tp_step *step, const tp_act *act) {
+    tp_identity *identity = tp_steps_live(step, act->block);
+    if (identity == NULL || !identity->dropped) return false;
+    if (act->kind == TP_ACT_FILL)
+        tp_park_want(pager, TP_CONTAINER(identity, tp_dropped, identity));
+    return true;
 }
 
 static void carry_out(tp_pager *pager, const tp_step *step, const tp_act *act,
                       tp_marker *decided) {
+    if (fill_parked(pager, step, act)) return;
     tp_block *block = block_of(step, act);
     if (block == NULL) return;
     tp_extent *extent = &block->extents[act->extent];
     switch (act->kind) {
     case TP_ACT_WRITE_BACK: write_back(pager, extent, decided); break;
-    case TP_ACT_EVICT: evict(pager, extent, decided); break;
+    case TP_ACT_EVICT:
+        evict(pager, extent, decided);
+        drop(pager, block, true);
+        break;
     case TP_ACT_FILL: wish(pager, block, act->extent, decided); break;
     case TP_ACT_LEAVE: extent->leave = act->op + 1; break;
-    case TP_ACT_DROP: drop(pager, block); break;
+    case TP_ACT_DROP: drop(pager, block, false); break;
     case TP_ACT_RERUN:
     case TP_ACT_KEEP:
     case TP_ACT_DISCARD: break; /* by itself, where the block is used */
@@ -210,8 +227,9 @@ static void look_ahead(tp_pager *pager, const tp_step *step, const tp_plan *plan
             it->decided_count--;
         }
         const uint32_t place = it->decided_first + it->decided_count++;
-        it->decided[place % TP_DECIDED_MAX] = (tp_wish){
-            block, block->generation, block->stamp, act->extent, extent->bytes, *decided};
+        it->decided[place % TP_DECIDED_MAX] =
+            (tp_wish){block,         block->generation, block->stamp, act->extent,
+                      extent->bytes, *decided,          false};
     }
 }
 
@@ -284,7 +302,7 @@ static bool is_among(tp_pager *pager, const tp_block *block, const tp_access *ac
 }
 
 uint32_t tp_executor_take_drops(tp_pager *pager, const tp_access *accesses, size_t count,
-                                tp_addr *out) {
+                                tp_addr *out, bool *park) {
     tp_executor *it = &pager->executor;
     const bool wait = tp_pager_gate_closed(pager) || pager->capture_depth > 0;
     uint32_t taken = 0, left = 0;
@@ -297,6 +315,7 @@ uint32_t tp_executor_take_drops(tp_pager *pager, const tp_access *accesses, size
         if (block->op_pins > 0 || wait) {
             it->drops[left++] = it->drops[i];
         } else {
+            park[taken] = it->drops[i].park;
             out[taken++] = block->addr;
         }
     }

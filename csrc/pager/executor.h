@@ -8,6 +8,9 @@
  * waits or evicts. So a plan that is wrong, or that the program leaves, costs time and nothing
  * else: an act that does not fit the state of its extent is skipped.
  *
+ * Where plans may drop blocks, one that is evicted may be one that nobody can reach: the same hook is asked
+ * whether it needs its address meanwhile. If not its fill is wanted of pager/park.
+ *
  * A block that the plan drops is told of to the hook `drop`, once nothing uses it: whether it goes is
  * for the owner of the hook, who has to make it again, right before it is used. So there is nothing
  * to be done for reruns here, nor for what they need.
@@ -37,6 +40,7 @@ typedef struct tp_wish {
     uint32_t extent;
     size_t bytes;
     tp_marker decided;
+    bool park; /* of `drops`: its bytes are kept */
 } tp_wish;
 
 typedef struct tp_executor {
@@ -69,9 +73,10 @@ void tp_executor_launched(struct tp_pager *pager);
  * tp_executor_begin has been told just now. O(1). */
 bool tp_executor_needs_recipe(const struct tp_pager *pager);
 /* The blocks to be told of, at most TP_DROPS_MAX, except those that an operator in progress uses, which
- * wait, and those among `accesses`, which are used again: the plan is past them. */
+ * wait, and those among `accesses`, which are used again: the plan is past them. *park: they are being
+ * evicted, and whether they need an address meanwhile is asked. */
 uint32_t tp_executor_take_drops(struct tp_pager *pager, const tp_access *accesses, size_t count,
-                                tp_addr *out);
+                                tp_addr *out, bool *park);
 /* The hook is not armed any more. */
 void tp_executor_stop(struct tp_pager *pager);
 /* On the pager's thread: begins the fills that are wanted, as far as there are frames. May drop the

@@ -102,6 +102,7 @@ void tp_block_count(tp_pager *pager, const tp_block *block, bool live) {
 void tp_extent_mark_written(tp_pager *pager, tp_extent *extent) {
     extent->block->written = pager->use_clock;
     extent->write_back = false; /* not yet, then: it is not ordered behind this write */
+    extent->parked = false;
     if (extent->state == TP_EXTENT_CLEAN) {
         tp_extent_become(pager, extent, TP_EXTENT_DIRTY);
         tp_extent_drop_host(pager, extent);

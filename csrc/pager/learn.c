@@ -1,7 +1,7 @@
 #include "pager/learn.h"
 
 #include "pager/access.h"
-#include "pager/drop.h"
+#include "pager/park.h"
 
 static bool learning(const tp_pager *pager) {
     return tp_steps_on(&pager->steps) && !pager->abandoned;
@@ -14,6 +14,7 @@ void tp_learn_start(tp_pager *pager) {
     }
     for (tp_link *link = pager->dropped.next; link != &pager->dropped; link = link->next) {
         tp_dropped *it = TP_CONTAINER(link, tp_dropped, link);
+        if (it->stage == TP_PARK_BACK) continue; /* its block stands for it */
         tp_steps_born(&pager->steps, &it->identity, it->requested_bytes);
         it->identity.dropped = true;
     }

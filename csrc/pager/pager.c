@@ -9,6 +9,7 @@
 #include "pager/drop.h"
 #include "pager/evict.h"
 #include "pager/extent.h"
+#include "pager/park.h"
 #include "pager/reclaim.h"
 #include "pager/region.h"
 
@@ -94,7 +95,8 @@ static bool tell_unseen_write(tp_pager *pager) {
 }
 
 static bool work_in_flight(const tp_pager *pager) {
-    return !tp_list_empty(&pager->inflight) || !tp_list_empty(&pager->retiring);
+    return !tp_list_empty(&pager->inflight) || !tp_list_empty(&pager->retiring) ||
+           !tp_list_empty(&pager->homing);
 }
 
 /* One round of what the thread does. True: there may be more to do at once. May drop the lock. */
@@ -109,6 +111,7 @@ static bool work(tp_pager *pager) {
         moved |= tp_block_free_deferred(pager);
         if (pager->region_unmarked) tp_pager_mark_region_end(pager);
     }
+    moved |= tp_park_settle(pager);
     moved |= tp_executor_fill(pager);
     if (pager->no_thread && !pager->plans.off) moved |= tp_plans_step(pager);
     moved |= reclaim_ahead(pager);
@@ -203,6 +206,8 @@ static void init_lists(tp_pager *pager) {
     tp_list_init(&pager->deferred);
     tp_list_init(&pager->inflight);
     tp_list_init(&pager->dropped);
+    tp_list_init(&pager->wanted_parked);
+    tp_list_init(&pager->homing);
     tp_list_init(&pager->ahead_blocks);
     tp_list_init(&pager->regions);
 }
@@ -422,8 +427,8 @@ static tp_status check_extent(const tp_extent *extent, tp_error *error) {
 static tp_status check_gauges(const tp_pager *pager, size_t resident, size_t host, size_t bytes,
                               tp_error *error) {
     const tp_stats *stats = &pager->stats;
-    if (stats->resident.current != resident || stats->host.current != host ||
-        stats->active.current != bytes) {
+    if (stats->resident.current != resident ||
+        stats->host.current != host + stats->parked.current || stats->active.current != bytes) {
         return tp_error_set(error, TP_FAILED, "invariant 7: gauges differ from the extents");
     }
     if (pager->device_frames.created_bytes > tp_budget_frame_cap(&pager->budget) &&

@@ -73,7 +73,9 @@ typedef struct tp_pager {
     tp_link by_size[TP_SIZE_BINS]; /* the same, by size */
     tp_link retiring;
     tp_link deferred; /* freed while no marker could be recorded */
-    tp_link dropped;  /* storages whose bytes are to be made again (pager/drop.h) */
+    tp_link dropped;  /* storages whose bytes are to be made again (pager/drop.h), or parked */
+    tp_link wanted_parked; /* of those that are parked: to be brought back soon, in order */
+    tp_link homing; /* host frames of others, until they have been copied (pager/park.h) */
     tp_verify verify;
     uint32_t rerun_count; /* operators in progress that do so */
     tp_link inflight;     /* extents: see tp_extent.inflight */

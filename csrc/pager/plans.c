@@ -80,10 +80,10 @@ static bool draft_make(const tp_pager *pager, const tp_step *step, draft *out) {
     return true;
 }
 
-/* See tp_schedule. NULL also where memory is short: then nobody keeps a recipe, and nothing goes. */
+/* See tp_schedule. NULL also where memory is short: then nobody keeps a recipe, and nothing goes. What is
+ * only evicted is known by its recipe, too. */
 static uint64_t *list_needed(const tp_step *step, const tp_plan *plan) {
     const tp_trace *trace = &step->trace;
-    if (plan->rerun_count == 0) return NULL;
     uint64_t *needed = calloc(trace->op_count / 64 + 1, sizeof *needed);
     uint32_t *made_by = calloc(trace->block_count, sizeof *made_by); /* 1 + the operator */
     if (needed == NULL || made_by == NULL) {
@@ -98,8 +98,10 @@ static uint64_t *list_needed(const tp_step *step, const tp_plan *plan) {
             made_by[outputs[k]] = 1 + step->recipe_ops[i];
     }
     for (uint32_t i = 0; i < plan->act_count; i++) {
-        if (plan->acts[i].kind != TP_ACT_RERUN) continue;
-        const uint32_t op = made_by[plan->acts[i].block] - 1;
+        const tp_act *act = &plan->acts[i];
+        const bool goes = act->kind == TP_ACT_RERUN || act->kind == TP_ACT_EVICT;
+        if (!goes || made_by[act->block] == 0) continue;
+        const uint32_t op = made_by[act->block] - 1;
         needed[op / 64] |= (uint64_t)1 << op % 64;
     }
     free(made_by);
@@ -114,10 +116,11 @@ bool tp_plans_step(tp_pager *pager) {
     if (draft_make(pager, step, &it)) {
         tp_plan plan = {0};
         const uint64_t began = tp_now_ns();
+        const bool recompute = pager->plans.recompute;
         tp_lock_drop(&pager->lock);
         const tp_status status = tp_plan_make(&it.trace, &it.config, &plan, NULL);
         free(it.blocks);
-        uint64_t *needed = list_needed(step, &plan);
+        uint64_t *needed = recompute ? list_needed(step, &plan) : NULL;
         tp_lock_take(&pager->lock);
         tp_schedule *schedule = &pager->plans.at[step->slot];
         tp_plan_fini(&schedule->plan);

@@ -20,7 +20,8 @@ typedef struct tp_schedule {
     uint64_t built; /* tp_step.built of the step it is for; 0: there is no plan */
     size_t cap;     /* what frames might add up to when it was made */
     tp_plan plan;
-    uint64_t *needed; /* a bit for each operator whose recipe it reruns; NULL: it reruns none */
+    uint64_t *
+        needed; /* a bit for each operator whose recipe it reruns, or whose results it evicts; NULL: none */
 } tp_schedule;
 
 typedef struct tp_plans {

@@ -41,11 +41,11 @@ typedef struct tp_hooks {
     void (*unseen_write)(void *ctx, tp_addr addr, size_t bytes);
     /* The plan that is followed drops the block at `addr`, which no operator uses now and which is
      * used again later: whoever can make its bytes again may let it go with tp_drop, now or later, or
-     * leave it. By the time of the call another block may be there. On the thread of an operator that
+     * leave it. With `park` it evicts it, and tp_park is meant. By the time of the call another block may be there. On the thread of an operator that
      * has ended or is about to begin, before anything is done for it; it may allocate, free and drop, but
      * not what that operator uses, nor what can only be made again of bytes that it writes; nor may it run
      * operators. */
-    void (*drop)(void *ctx, tp_core *core, tp_addr addr);
+    void (*drop)(void *ctx, tp_core *core, tp_addr addr, bool park);
     /* The other allocator that shares the budget (PyTorch's native one). Asks it never to hold more
      * than max(cap_bytes, what it holds now); returns the bound that is in force. */
     size_t (*foreign_cap)(void *ctx, size_t cap_bytes);
@@ -198,6 +198,7 @@ typedef struct tp_stats {
     tp_gauge resident;  /* device frames mapped by live blocks */
     tp_gauge host; /* live bytes whose address maps a host frame or, in strict mode, nothing */
     tp_gauge host_held; /* host frames that exist */
+    tp_gauge parked;    /* of `host`: sizes of storages that have no block meanwhile */
     tp_gauge pinned;    /* live bytes made immovable by tp_pin or tp_export */
     tp_gauge held;      /* reserved + foreign, as of the last look at either */
     tp_tally fills, write_backs, evictions, misses, stalls;
@@ -218,6 +219,7 @@ typedef struct tp_stats {
     uint64_t wrong_reruns,
         unverified_reruns;  /* what came back was something else; not compared */
     tp_tally drops, reruns; /* blocks whose bytes went, and came back */
+    tp_tally parks;         /* blocks that were to go, with their bytes kept */
     tp_tally discards;      /* freed extents forgotten without a copy */
     tp_tally frame_creates, frame_releases;
     uint64_t alloc_count, free_count, cache_hits, born_in_host, ooms;

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torchpager import _core, _torch_cpu, patches
 
-_OFF, _PLANNED, _FORCED = 0, 1, 2
+_OFF, _PLANNED, _FORCED, _PARKED = 0, 1, 2, 3
 
 _active: dict[object, int] = {}
-_forced = False
+_mode = _PLANNED
 
 
 def start(owner: object, slot: int) -> None:
@@ -20,7 +20,7 @@ def start(owner: object, slot: int) -> None:
     if slot != _core.SIM_SLOT:
         patches.install_pointers()
     _core.set_recompute(slot, True)
-    _torch_cpu.recompute_mode(_FORCED if _forced else _PLANNED)
+    _torch_cpu.recompute_mode(_mode)
 
 
 def stop(owner: object) -> None:
@@ -34,12 +34,12 @@ def stop(owner: object) -> None:
         patches.uninstall_pointers()
 
 
-def force(on: bool) -> None:
-    """For tests: everything that may be dropped is, as soon as it may be."""
-    global _forced
-    _forced = on
+def force(on: bool, *, park: bool = False) -> None:
+    """For tests: everything that may be dropped is, or parked, as soon as it may be."""
+    global _mode
+    _mode = (_PARKED if park else _FORCED) if on else _PLANNED
     if _active:
-        _torch_cpu.recompute_mode(_FORCED if on else _PLANNED)
+        _torch_cpu.recompute_mode(_mode)
 
 
 @dataclass(frozen=True)

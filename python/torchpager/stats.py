@@ -51,6 +51,8 @@ class Stats:
     """Live tensor bytes that were made immovable."""
     dropped: Gauge = Gauge()
     """Bytes of live tensors that are nowhere now, to be made again at their next use."""
+    parked: Gauge = Gauge()
+    """Of ``host``: bytes of live tensors that nobody can reach, and that have no address now."""
     held: Gauge = Gauge()
     """Reserved plus what the native allocator held, at our last change."""
     fills: Tally = Tally()
@@ -77,6 +79,8 @@ class Stats:
     """Tensors whose bytes were given up because they can be made again."""
     reruns: Tally = Tally()
     """Tensors whose bytes were made again, by running their operator once more."""
+    parks: Tally = Tally()
+    """Tensors that nobody could reach, moved to the host without keeping their address."""
     discards: Tally = Tally()
     """Freed bytes forgotten without a copy."""
     frame_creates: Tally = Tally()
