@@ -74,6 +74,7 @@ static void leave_flight(tp_pager *pager, tp_extent *extent) {
 /* Calls the eviction off: the extent stays resident. */
 static void give_up(tp_pager *pager, tp_extent *extent) {
     extent->evict = extent->write_back = false;
+    if (extent->block->parking != NULL) tp_park_give_up(pager, extent->block);
     if (extent->state == TP_EXTENT_DIRTY) tp_extent_drop_host(pager, extent);
     leave_flight(pager, extent);
     tp_cond_broadcast(&pager->changed);
@@ -188,6 +189,7 @@ static bool proven(tp_pager *pager, tp_extent *extent, bool *moved) {
 
 static bool evict(tp_pager *pager, tp_extent *extent) {
     if (!extent->evict) {
+        if (extent->block->parking != NULL) tp_park_give_up(pager, extent->block);
         leave_flight(pager, extent);
         return !tp_link_in_list(&extent->inflight);
     }

@@ -239,17 +239,23 @@ void tp_park_bring_wanted(tp_pager *pager, tp_stream stream) {
     }
 }
 
-/* The eviction is called off. */
-static void stay(tp_pager *pager, tp_dropped *dropped) {
-    tp_block *block = dropped->block;
-    for (uint32_t i = 0; i < block->extent_count; i++) {
-        tp_extent *extent = &block->extents[i];
-        extent->parked = extent->evict = false;
-    }
+void tp_park_give_up(tp_pager *pager, tp_block *block) {
+    tp_dropped *dropped = block->parking;
+    for (uint32_t i = 0; i < block->extent_count; i++) block->extents[i].parked = false;
     block->parking = NULL;
     free(dropped->parked);
     dropped->parked = NULL;
+    dropped->stage = TP_PARK_BACK;
+    tp_learn_moved(pager, &dropped->identity, &block->identity, false);
     tp_pager_wake(pager);
+}
+
+/* It is used again before it has gone. */
+static void stay(tp_pager *pager, tp_dropped *dropped) {
+    tp_block *block = dropped->block;
+    for (uint32_t i = 0; i < block->extent_count; i++)
+        if (!block->extents[i].busy) block->extents[i].evict = false;
+    tp_park_give_up(pager, block);
 }
 
 /* Whoever is about to use the block finds its bytes. */
@@ -276,10 +282,7 @@ tp_status tp_block_unpark(tp_pager *pager, tp_dropped *dropped, tp_stream stream
     if (dropped->stage == TP_PARK_COMING)
         return tp_error_set(error, TP_FAILED, "the pager has failed");
     tp_block *block = dropped->block;
-    if (dropped->stage == TP_PARK_GOING) {
-        stay(pager, dropped);
-        tp_learn_moved(pager, &dropped->identity, &block->identity, false);
-    }
+    if (dropped->stage == TP_PARK_GOING) stay(pager, dropped);
     const tp_addr addr = block->addr;
     unlist(dropped);
     await(pager, block, stream, now);
@@ -292,18 +295,15 @@ tp_status tp_block_unpark(tp_pager *pager, tp_dropped *dropped, tp_stream stream
 void tp_park_end(tp_pager *pager, tp_dropped *dropped) {
     switch (dropped->stage) {
     case TP_PARK_COMING: dropped->ended = true; return;
-    case TP_PARK_GOING:
-        stay(pager, dropped);
-        tp_block_free(pager, dropped->block);
-        break;
+    case TP_PARK_GOING: stay(pager, dropped); /* fall through */
     case TP_PARK_BACK: tp_block_free(pager, dropped->block); break;
     case TP_PARK_GONE:
         count_back(pager, dropped);
         discard_parked(pager, dropped->parked);
+        tp_learn_gone(pager, &dropped->identity);
         break;
     case TP_PARK_NONE: break;
     }
-    if (dropped->stage != TP_PARK_BACK) tp_learn_gone(pager, &dropped->identity);
     unlist(dropped);
     tp_cond_broadcast(&pager->changed);
 }

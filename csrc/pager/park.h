@@ -9,7 +9,8 @@
  * went. Who is about to use them waits for the copy on the device, not on the host.
  *
  *     GOING ──── written back, and proven ───▶ GONE ──── a block, and its copy queued ───▶ BACK
- *       └── unparked: the block is as it was      └── COMING: a thread is looking for memory ──┘
+ *       └── given up, or unparked:                └── COMING: a thread is looking for memory ──┘
+ *           the block is as it was, BACK
  *
  * While it is GOING the block is live for the pager, and for nobody else. That nobody has its
  * address is the business of who parks. Expects the lock; "may drop" as noted. */
@@ -40,6 +41,8 @@ TP_MUST_USE tp_status tp_block_park(tp_pager *pager, tp_addr addr, tp_dropped **
                                     tp_error *error);
 /* An extent of a block that is GOING has been written back, and proven to be. */
 void tp_park_extent(tp_pager *pager, tp_extent *extent);
+/* Not all of the block can go: it keeps its address, and what of it is being evicted goes by itself. */
+void tp_park_give_up(tp_pager *pager, tp_block *block);
 /* The bytes will be needed soon. */
 void tp_park_want(tp_pager *pager, tp_dropped *dropped);
 /* Brings what is wanted, in order, as far as there is memory, behind what `stream` holds. May drop the

@@ -52,7 +52,7 @@ class Stats:
     dropped: Gauge = Gauge()
     """Bytes of live tensors that are nowhere now, to be made again at their next use."""
     parked: Gauge = Gauge()
-    """Of ``host``: bytes of live tensors that nobody can reach, and that have no address now."""
+    """Of ``host``: live tensors that nobody can reach, and that have no address now."""
     held: Gauge = Gauge()
     """Reserved plus what the native allocator held, at our last change."""
     fills: Tally = Tally()

@@ -70,6 +70,23 @@ static void verify(scene *s, unsigned idx) {
 /* Any status is an answer here; what matters is what holds afterwards. */
 static void any(tp_status status) { EXPECT(status <= TP_FAILED); }
 
+/* Its bytes leave its address, and come to another. */
+static void park(scene *s, unsigned idx) {
+    tp_dropped *dropped = NULL;
+    const tp_status status = tp_park(s->core, s->addr[idx], &dropped, NULL);
+    any(status);
+    if (status != TP_OK) return;
+    s->addr[idx] = 0;
+    tp_evict_all(s->core); /* so that it goes */
+    for (int i = 0; i < 3 && s->addr[idx] == 0; i++)
+        any(tp_unpark(s->core, dropped, NULL, true, &s->addr[idx], NULL, NULL));
+    if (s->addr[idx] == 0) {
+        tp_drop_end(s->core, dropped);
+    } else {
+        verify(s, idx);
+    }
+}
+
 static void act(scene *s) {
     tp_oom oom;
     for (unsigned i = 0; i < BLOCKS; i++) {
@@ -83,6 +100,7 @@ static void act(scene *s) {
         any(tp_pin(s->core, s->addr[i], &oom, NULL));
         any(tp_unpin(s->core, s->addr[i], NULL));
         any(tp_touch(s->core, s->addr[i], false, NULL, NULL));
+        park(s, i);
     }
     any(tp_core_set_budget(s->core, 96 * TP_KIB, TP_NO_LIMIT, NULL));
     any(tp_core_set_offload(s->core, false, NULL));

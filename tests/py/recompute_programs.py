@@ -16,26 +16,26 @@ SMALL = {"large_min": "4 KiB", "granularity": "4 KiB"}
 
 
 @contextlib.contextmanager
-def forced(budget="6 MiB", host=None, device="64 MiB"):
-    """Drop whatever may be dropped, as soon as it may be. Yields what counts the drops."""
-    recompute.force(True)
+def forced(budget="6 MiB", host=None, device="64 MiB", park=False, strict=False):
+    """Drop whatever may be dropped, or park it, as soon as it may be. Yields what counts it."""
+    recompute.force(True, park=park)
     _torch_cpu.hook_forced(2)
     try:
         with (
-            torchpager.simulate(device, **SMALL),
+            torchpager.simulate(device, strict=strict, **SMALL),
             torchpager.budget(budget),
             torchpager.auto_offload(recompute=True, host=host),
         ):
-            wait_until_something_drops()
-            yield Drops()
+            wait_until_something_drops(park)
+            yield Drops(park)
     finally:
         _torch_cpu.hook_forced(0)
         recompute.force(False)
 
 
-def wait_until_something_drops():
+def wait_until_something_drops(park=False):
     """Nothing does for some milliseconds after arming, while the gate is closed."""
-    drops, deadline = Drops(), time.monotonic() + 5
+    drops, deadline = Drops(park), time.monotonic() + 5
     while not drops.count:
         assert time.monotonic() < deadline, "nothing is dropped"
         x = torch.ones(32, 64, requires_grad=True)
@@ -45,14 +45,16 @@ def wait_until_something_drops():
 
 
 class Drops:
-    """What was dropped, and made again, since this was made."""
+    """What was dropped, or parked, and made again, since this was made."""
 
-    def __init__(self):
+    def __init__(self, park=False):
+        self._name = "parks" if park else "drops"
         self._before = torchpager.stats()
 
     @property
     def count(self):
-        return torchpager.stats().drops.count - self._before.drops.count
+        now, before = torchpager.stats(), self._before
+        return getattr(now, self._name).count - getattr(before, self._name).count
 
     @property
     def reruns(self):

@@ -135,6 +135,21 @@ def test_training_has_the_same_bits(name):
     assert recompute.counts().failed_reruns == 0 or not dropped
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training_whose_saved_tensors_have_no_address_has_the_same_bits(name, strict):
+    program, dropped = PROGRAMS[name]
+    expected = run(program)
+    with forced(budget="1500 KiB", park=True, strict=strict) as parks:
+        assert run(program) == expected
+        count = parks.count
+        assert parks.reruns == 0
+    assert torchpager.stats().parked.current == 0
+    if dropped is not None:
+        assert (count > 0) == dropped
+
+
 # ---- what sees no rerun ----------------------------------------------------------------------
 
 

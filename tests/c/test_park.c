@@ -1,0 +1,216 @@
+/* Storages that nobody can reach: their bytes leave their address, and come to another one. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <time.h>
+
+#include "harness.h"
+#include "rig.h"
+
+enum { BLOCK = 4 * RIG_EXTENT };
+
+static tp_addr made(rig *r, uint64_t value) {
+    const tp_addr addr = rig_alloc(r, BLOCK, 0);
+    rig_op(r, 0, addr, BLOCK, value, true);
+    return addr;
+}
+
+static tp_status try_park(rig *r, tp_addr addr, tp_dropped **out) {
+    *out = NULL;
+    return tp_park(r->core, addr, out, &test_error);
+}
+
+/* Once the hook has been armed for long enough. */
+static tp_dropped *park(rig *r, tp_addr addr) {
+    tp_dropped *dropped = NULL;
+    for (int i = 0; i < 1000; i++) {
+        const tp_status status = try_park(r, addr, &dropped);
+        if (status == TP_OK) return dropped;
+        MUST(status == TP_BUSY);
+        (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    MUST(!"the block stays");
+    return NULL;
+}
+
+/* Until so many bytes have gone. */
+static void await_gone(rig *r, size_t bytes) {
+    for (int i = 0; i < 5000 && rig_stats(r).parked.current != bytes; i++) {
+        rig_drain(r);
+        (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    EXPECT_EQ(rig_stats(r).parked.current, bytes);
+}
+
+static tp_addr unpark(rig *r, tp_dropped *dropped, unsigned stream) {
+    tp_addr addr = 0;
+    MUST_OK(tp_unpark(r->core, dropped, r->streams[stream], false, &addr, NULL, &test_error));
+    return addr;
+}
+
+TEST(parked_block_is_freed_once_it_is_copied_and_comes_back_elsewhere) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    tp_dropped *dropped = park(&r, made(&r, 7));
+    await_gone(&r, BLOCK);
+    tp_stats stats = rig_stats(&r);
+    EXPECT_EQ(stats.resident.current, 0);
+    EXPECT_EQ(stats.host.current, BLOCK);
+    EXPECT_EQ(stats.block_count, 0);
+    EXPECT_EQ(stats.parks.count, 1);
+    EXPECT_EQ(stats.evictions.bytes, BLOCK);
+    EXPECT_OK(tp_core_check(r.core, &test_error));
+    const tp_addr other = made(&r, 9); /* in its memory, with no mapping changed */
+    EXPECT_EQ(rig_stats(&r).cache_hits, 1);
+    const tp_addr back = unpark(&r, dropped, 0);
+    EXPECT(back != other);
+    rig_op(&r, 0, back, BLOCK, 7, false);
+    rig_op(&r, 0, other, BLOCK, 9, false);
+    rig_drain(&r);
+    stats = rig_stats(&r);
+    EXPECT_EQ(stats.parked.current, 0);
+    EXPECT_EQ(stats.host.current, 0);
+    EXPECT_EQ(stats.fills.bytes, BLOCK);
+    EXPECT_OK(tp_core_check(r.core, &test_error));
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+}
+
+TEST(block_that_is_wanted_before_it_has_gone_stays_where_it_is) {
+    rig r;
+    rig_open(&r, &(rig_options){.manual = true});
+    const tp_addr addr = made(&r, 7);
+    rig_drain(&r);
+    tp_dropped *dropped = park(&r, addr);
+    EXPECT_EQ(unpark(&r, dropped, 0), addr);
+    rig_op(&r, 0, addr, BLOCK, 7, false);
+    rig_op(&r, 0, addr, BLOCK, 8, true);
+    rig_drain(&r);
+    EXPECT_OK(tp_evict(r.core, addr, &test_error));
+    rig_op(&r, 0, addr, BLOCK, 8, false);
+    rig_drain(&r);
+    EXPECT_EQ(rig_stats(&r).parked.peak, 0);
+    EXPECT_OK(tp_core_check(r.core, &test_error));
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+}
+
+/* The device is behind: who uses the bytes, on whatever stream, and who has their memory next, waits. */
+TEST(users_and_successors_wait_for_the_copy) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = 2 * BLOCK});
+    for (uint64_t round = 0; round < test_rounds(100); round++) {
+        tp_dropped *dropped = park(&r, made(&r, 100 + round));
+        const tp_addr other = made(&r, 300 + round), third = made(&r, 500 + round);
+        rig_hold(&r, (unsigned)(round % 3));
+        const tp_addr back = unpark(&r, dropped, (unsigned)(round % 3));
+        if (round % 2 == 0) {
+            rig_op(&r, 1, back, BLOCK, 100 + round, false);
+            rig_op(&r, 2, back, BLOCK, 100 + round, false);
+        }
+        tp_free(r.core, back);
+        const tp_addr next = made(&r, 700 + round);
+        rig_op(&r, 0, other, BLOCK, 300 + round, false);
+        rig_op(&r, 0, third, BLOCK, 500 + round, false);
+        rig_op(&r, 0, next, BLOCK, 700 + round, false);
+        EXPECT_OK(tp_core_check(r.core, &test_error));
+        tp_free(r.core, other);
+        tp_free(r.core, third);
+        tp_free(r.core, next);
+    }
+    rig_drain(&r);
+    EXPECT_EQ(rig_stats(&r).parked.current, 0);
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+}
+
+TEST(storage_that_ends_while_it_is_parked_leaves_nothing) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    tp_dropped *gone = park(&r, made(&r, 1));
+    await_gone(&r, BLOCK);
+    tp_drop_end(r.core, gone);
+    tp_drop_end(r.core, park(&r, made(&r, 2))); /* perhaps before it has gone */
+    EXPECT_OK(tp_core_check(r.core, &test_error));
+    EXPECT_EQ(rig_stats(&r).parked.current, 0);
+    EXPECT_EQ(rig_stats(&r).block_count, 0);
+    (void)park(&r, made(&r, 3));
+    rig_close(&r); /* with one that nobody has ended */
+}
+
+TEST(block_in_host_can_be_parked) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    const tp_addr addr = made(&r, 5);
+    rig_drain(&r);
+    EXPECT_OK(tp_evict(r.core, addr, &test_error));
+    tp_dropped *dropped = park(&r, addr);
+    EXPECT_EQ(rig_stats(&r).parked.current, BLOCK);
+    const tp_addr back = unpark(&r, dropped, 0);
+    rig_op(&r, 0, back, BLOCK, 5, false);
+    rig_drain(&r);
+    EXPECT_OK(tp_core_check(r.core, &test_error));
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+}
+
+/* Somebody has written since the write-back, and told nobody. */
+TEST(unseen_write_before_a_park_is_found) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    const tp_addr addr = made(&r, 5);
+    rig_drain(&r);
+    EXPECT_OK(tp_evict(r.core, addr, &test_error));
+    rig_op(&r, 0, addr, BLOCK, 5, false); /* and it is CLEAN */
+    rig_launch(&r, 0, addr, BLOCK, 6, true);
+    tp_dropped *dropped = park(&r, addr);
+    await_gone(&r, BLOCK);
+    EXPECT(rig_stats(&r).unseen_writes.count > 0);
+    const tp_addr back = unpark(&r, dropped, 0);
+    rig_op(&r, 0, back, BLOCK, 6, false);
+    rig_drain(&r);
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+}
+
+TEST(block_in_use_or_immovable_is_not_parked) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    const tp_addr addr = made(&r, 3);
+    tp_drop_end(r.core, park(&r, made(&r, 4)));
+    tp_dropped *dropped = NULL;
+    EXPECT_EQ(try_park(&r, addr + RIG_EXTENT, &dropped), TP_INVALID);
+    const tp_access access = {addr, false};
+    tp_op op = {0};
+    tp_op_begin(r.core, &op, &access, 1, r.streams[0]);
+    EXPECT_EQ(try_park(&r, addr, &dropped), TP_BUSY);
+    tp_op_end(&op, NULL, 0, NULL);
+    tp_op_fini(&op);
+    EXPECT_OK(tp_pin(r.core, addr, NULL, &test_error));
+    EXPECT_EQ(try_park(&r, addr, &dropped), TP_BUSY);
+    EXPECT_OK(tp_unpin(r.core, addr, &test_error));
+    rig_op(&r, 0, addr, BLOCK, 3, false);
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+}
+
+/* Neither the device nor the host has room for one more. */
+TEST(bytes_that_find_no_memory_stay_parked) {
+    rig r;
+    rig_open(&r, &(rig_options){.budget_bytes = BLOCK, .host_bytes = BLOCK});
+    tp_dropped *dropped = park(&r, made(&r, 7));
+    await_gone(&r, BLOCK);
+    const tp_addr other = made(&r, 8);
+    tp_addr back = 0;
+    tp_oom oom = {0};
+    const tp_status status =
+        tp_unpark(r.core, dropped, r.streams[0], false, &back, &oom, &test_error);
+    EXPECT(status == TP_OUT_OF_MEMORY || status == TP_NO_HOST_MEMORY);
+    EXPECT_EQ(oom.requested_bytes, BLOCK);
+    rig_op(&r, 0, other, BLOCK, 8, false);
+    tp_free(r.core, other);
+    rig_op(&r, 0, unpark(&r, dropped, 0), BLOCK, 7, false);
+    rig_drain(&r);
+    EXPECT_OK(tp_core_check(r.core, &test_error));
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+}
