@@ -6,6 +6,7 @@
 
 enum {
     ENOUGH_SAMPLES = 4, /* of a class; then one operator in SPARSE is sampled */
+    PARTLY_SAMPLES = 64, /* likewise, while all of them are too long, perhaps */
     SPARSE = 64,
     LOST_GAPS = 8192,   /* in a row, all of which are timed */
     COLLECTED_MAX = 32, /* in one round: the lock is held */
@@ -40,7 +41,8 @@ static bool class_wanted(const tp_pager *pager, const tp_op *op, uint32_t class_
     if (class_idx == 0) return false;
     const tp_op_class *it = &pager->steps.record.classes[class_idx];
     if (it->sample_count + it->pending_count < ENOUGH_SAMPLES) return true;
-    return (it->partly && it->pending_count == 0) || op->recorded_total % SPARSE == 0;
+    const bool better = it->partly && it->sample_count < PARTLY_SAMPLES;
+    return (better && it->pending_count == 0) || op->recorded_total % SPARSE == 0;
 }
 
 static bool provide(tp_pager *pager, tp_event *event) {
@@ -85,7 +87,7 @@ void tp_timing_start(tp_pager *pager, tp_op *op) {
     timer->class_idx = op->class_idx;
     timer->thread = &tp_thread_waited_ns;
     timer->stream = op->stream;
-    timer->resumed = false;
+    timer->partly = false;
     timer->running = true;
     pager->timing.running_count++;
     pager->steps.record.classes[op->class_idx].pending_count++;
@@ -99,8 +101,17 @@ void tp_timing_resume(tp_pager *pager) {
         if (!timer->running || timer->thread != &tp_thread_waited_ns) continue;
         /* One that cannot be begun anew counts the wait too: no worse than not to know. */
         (void)pager->dev->ops->event_record(pager->dev, timer->begin, timer->stream, NULL);
-        timer->resumed = true;
+        timer->partly = true;
     }
+}
+
+/* The device had come to where the time begins before its kernels were launched: it may have waited for them,
+ * so that they take less than what will be found. */
+static bool is_starved(tp_pager *pager, const tp_timer *timer) {
+    bool done = true;
+    const tp_status status =
+        pager->dev->ops->event_query(pager->dev, timer->begin, &done, NULL);
+    return status != TP_OK || done;
 }
 
 /* The timer waits for the device, or there is no sample. */
@@ -108,6 +119,7 @@ static void end_timer(tp_pager *pager, uint32_t number, bool counts) {
     tp_timing *timing = &pager->timing;
     tp_timer *timer = &timing->timers[number];
     timer->running = false;
+    timer->partly = timer->partly || is_starved(pager, timer);
     if (counts && pager->capture_depth == 0 &&
         pager->dev->ops->event_record(pager->dev, timer->end, timer->stream, NULL) == TP_OK) {
         const uint32_t place = timing->waiting_first + timing->waiting_count++;
@@ -147,7 +159,7 @@ static void start_gap(tp_pager *pager, const tp_op *op) {
     }
     timer->stream = op->stream;
     timer->thread = &tp_thread_waited_ns;
-    timer->resumed = false;
+    timer->partly = false;
     timer->inner_ns = 0;
     timer->class_idx = 0;
     timing->gap = number + 1;
@@ -205,7 +217,7 @@ bool tp_timing_collect(tp_pager *pager) {
         if (status == TP_OK &&
             ops->event_elapsed(pager->dev, timer->begin, timer->end, &ns, NULL) == TP_OK)
             tp_record_sample(&pager->steps.record, timer->class_idx,
-                             tp_sub_floor(ns, timer->inner_ns), timer->resumed);
+                             tp_sub_floor(ns, timer->inner_ns), timer->partly);
         pager->steps.record.classes[timer->class_idx].pending_count--;
         timing->waiting_first = (timing->waiting_first + 1) % TP_TIMERS;
         timing->waiting_count--;

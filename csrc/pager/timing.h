@@ -4,7 +4,8 @@
  * they are complete. An operator is sampled while little is known of its class, and now and then
  * afterwards. What the operators that it calls take, as far as that is known by then, is not its
  * own time, nor is what its thread waits for memory: behind a wait it begins anew, and counts
- * only while nothing better is known, for some of its kernels may have come before. Where kernels
+ * only while nothing better is known, for some of its kernels may have come before. So does one that the
+ * device had come to before its kernels were launched: then it has waited for the host, too. Where kernels
  * run on the calling thread (tp_config.host_kernels) the host's clock does.
  *
  * A failure costs a sample, nothing else. Expects the pager's lock; never drops it. */
@@ -25,7 +26,7 @@ typedef struct tp_timer {
     const void *thread; /* on which its operator began: the address of tp_thread_waited_ns */
     tp_stream stream;
     bool running; /* its operator is in progress */
-    bool resumed; /* begun anew */
+    bool partly;  /* begun anew, or the device may have waited for its kernels */
 } tp_timer;
 
 typedef struct tp_timing {
