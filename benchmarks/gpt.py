@@ -64,6 +64,12 @@ def reference(settings: dict[str, Any]) -> tuple[Run, int]:
     return native, unlimited.result["peak_bytes"]
 
 
+def report(run: Run) -> None:
+    """Say how a run went, before the next one begins."""
+    steps = " ".join(f"{seconds * 1e3:.0f}" for seconds in run.result["step_seconds"])
+    print(f"{run.name}: {run.seconds:.0f} s, steps of {steps} ms", flush=True)
+
+
 def main() -> int:
     """Run native and every share, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -77,13 +83,14 @@ def main() -> int:
     settings = settings | {"steps": arguments.steps, "recompute": arguments.recompute}
     native, peak = reference(settings)
     runs = [native]
+    report(native)
     unit = settings["large_min_bytes"] or 2 << 20
     for share in map(int, arguments.shares.split(",")):
         budget = peak * share // 100 // unit * unit
         runs.append(
             execute(f"budget {share}%", settings | {"budget_bytes": budget}, paged=True)
         )
-        print(f"{runs[-1].name}: {runs[-1].seconds:.0f} s", flush=True)
+        report(runs[-1])
     runs = [replace(run, warm_steps=WARM_STEPS) for run in runs]
     found = [figures(run, runs[0]) for run in runs]
     equal = ["reference", *("no" if one["differences"] else "yes" for one in found[1:])]

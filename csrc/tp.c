@@ -605,7 +605,8 @@ void tp_core_reset_stats(tp_core *core, bool peaks, bool totals) {
             &stats->misses,         &stats->stalls,       &stats->host_operators,
             &stats->memory_stalls,  &stats->discards,     &stats->unseen_writes,
             &stats->unproven,       &stats->fingerprints, &stats->frame_creates,
-            &stats->frame_releases, &stats->plans};
+            &stats->frame_releases, &stats->plans,        &stats->drops,
+            &stats->reruns,         &stats->parks};
         for (size_t i = 0; i < sizeof tallies / sizeof tallies[0]; i++)
             *tallies[i] = (tp_tally){0};
         stats->alloc_count = stats->free_count = stats->cache_hits = 0;

@@ -18,10 +18,12 @@ if __name__ == "__main__":
 import gc
 import hashlib
 import json
+import os
 import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +33,8 @@ from torch import nn
 from torch.nn import functional
 
 OTHER_CHARACTER = "\ufffd"
+# So much is hashed at once, by one thread.
+_HASHED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -227,20 +231,26 @@ class GPT(nn.Module):
 
 
 def digest(tensors: Iterable[torch.Tensor], chunk_bytes: int) -> str:
-    """Return the SHA-256 of the tensors' bytes, in order.
+    """Return the SHA-256 of those of the tensors' bytes, ``_HASHED_BYTES`` at a time, in order.
 
     The bytes are copied out by operators, a chunk at a time: reading a tensor's memory directly
     would make it immovable under a pager.
     """
     total = hashlib.sha256()
     staging = torch.empty(chunk_bytes, dtype=torch.uint8)
-    for tensor in tensors:
-        raw = tensor.detach().reshape(-1).view(torch.uint8)
-        for start in range(0, raw.numel(), chunk_bytes):
-            piece = raw[start : start + chunk_bytes]
-            copy = staging[: piece.numel()]
-            copy.copy_(piece)
-            total.update(copy.numpy().data)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for tensor in tensors:
+            raw = tensor.detach().reshape(-1).view(torch.uint8)
+            for start in range(0, raw.numel(), chunk_bytes):
+                piece = raw[start : start + chunk_bytes]
+                copy = staging[: piece.numel()]
+                copy.copy_(piece)
+                data = copy.numpy().data
+                parts = (
+                    data[at : at + _HASHED_BYTES] for at in range(0, len(data), _HASHED_BYTES)
+                )
+                for part in pool.map(hashlib.sha256, parts):
+                    total.update(part.digest())
     return total.hexdigest()
 
 
