@@ -1120,19 +1120,18 @@ Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *
     for (const c10::Storage &leaf : leaves) r.dependents[leaf.unsafeGetStorageImpl()];
     c10::DataPtr &slot = storage->_mutable_data_ptr_no_checks();
     if (park && slot.get_context() != slot.get()) return Drop::NEVER;
-    c10::DataPtr data(nullptr, dropped.get(), &dropped_ended, slot.device());
-    std::swap(data, slot);
-    refuse_pointer(storage, std::string(kGivenUp) +
-                                "code that it does not see has asked for them: "
-                                "torchpager.pin() keeps a tensor as it is");
+    std::string why = std::string(kGivenUp) + "code that it does not see has asked for them: "
+                                              "torchpager.pin() keeps a tensor as it is";
+    /* The core is asked first: an operator in progress, whose block stays, may be reading the pointer,
+     * and others come by it once the registry is free. */
     tp_error error{};
     const tp_status status =
         park ? tp_park(made->core, made->addr, &dropped->token, &error)
              : tp_drop(made->core, made->addr, stream_for(storage), &dropped->token, &error);
-    if (status != TP_OK) {
-        give_pointer(storage, std::move(data));
-        return status == TP_BUSY ? Drop::LATER : Drop::NEVER;
-    }
+    if (status != TP_OK) return status == TP_BUSY ? Drop::LATER : Drop::NEVER;
+    c10::DataPtr data(nullptr, dropped.get(), &dropped_ended, slot.device());
+    std::swap(data, slot);
+    refuse_pointer(storage, std::move(why));
     if (park) dropped->deleter = data.get_deleter();
     (void)data.release_context(); /* the block is free, or will be */
     for (const c10::Storage &leaf : leaves) {

@@ -6,6 +6,7 @@
 #include "pager/evict.h"
 #include "pager/extent.h"
 #include "pager/fill.h"
+#include "pager/park.h"
 #include "pager/readahead.h"
 #include "pager/reclaim.h"
 #include "pager/region.h"
@@ -101,6 +102,7 @@ static bool anything_in_host(const tp_block *block) {
 
 /* Calls off evictions that have not begun to change the mapping. */
 static void cancel_evictions(tp_pager *pager, tp_block *block) {
+    if (block->parking != NULL) tp_park_give_up(pager, block);
     for (uint32_t i = 0; i < block->extent_count; i++) {
         tp_extent *extent = &block->extents[i];
         if (!extent->evict || extent->busy) continue;

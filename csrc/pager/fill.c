@@ -1,6 +1,7 @@
 #include "pager/fill.h"
 
 #include "pager/extent.h"
+#include "pager/park.h"
 #include "pager/reclaim.h"
 #include "pager/transfer.h"
 
@@ -38,6 +39,7 @@ bool tp_fill_begin(tp_pager *pager, tp_block *block, uint64_t generation, tp_ext
         tp_frame_pool_put(&pager->device_frames, frame);
         return true;
     }
+    if (block->parking != NULL) tp_park_give_up(pager, block); /* somebody wants it there */
     extent->device = frame;
     if (decided != NULL) {
         extent->decided = *decided;

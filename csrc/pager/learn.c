@@ -10,7 +10,8 @@ static bool learning(const tp_pager *pager) {
 void tp_learn_start(tp_pager *pager) {
     if (tp_steps_on(&pager->steps) || !tp_steps_start(&pager->steps)) return;
     for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
-        tp_learn_born(pager, TP_CONTAINER(link, tp_block, lru), true);
+        tp_block *block = TP_CONTAINER(link, tp_block, lru);
+        if (block->parking == NULL) tp_learn_born(pager, block, true); /* else see below */
     }
     for (tp_link *link = pager->dropped.next; link != &pager->dropped; link = link->next) {
         tp_dropped *it = TP_CONTAINER(link, tp_dropped, link);

@@ -106,8 +106,9 @@ tp_status tp_block_park(tp_pager *pager, tp_addr addr, tp_dropped **out, tp_erro
     if (reason == NULL) reason = obstacle(block);
     if (reason != NULL) return tp_error_set(error, TP_BUSY, "the block stays: %s", reason);
     const bool resident = is_resident(block);
+    /* What is in host memory already may have been written there, by kernels that are not done. */
     tp_marker decided = {0};
-    if (resident && tp_marker_record_context(&pager->markers, &decided, NULL) != TP_OK)
+    if (tp_marker_record_context(&pager->markers, &decided, NULL) != TP_OK)
         return tp_error_set(error, TP_BUSY, "the block stays: nothing can be marked");
     tp_dropped *dropped = pager->host_full && resident ? NULL : make(block);
     if (dropped == NULL)
@@ -117,6 +118,7 @@ tp_status tp_block_park(tp_pager *pager, tp_addr addr, tp_dropped **out, tp_erro
     tp_list_push_back(&pager->dropped, &dropped->link);
     dropped->stage = TP_PARK_GOING;
     dropped->block = block;
+    dropped->parked->left = decided;
     block->parking = dropped;
     tp_tally_add(&pager->stats.parks, block->bytes, 0);
     evict_all(pager, block, decided);
@@ -141,6 +143,8 @@ static tp_status copy_in(tp_pager *pager, tp_dropped *dropped, tp_block *block,
     tp_marker before = {0}, copied = {0};
     tp_status status = tp_marker_record(&pager->markers, stream, &before, error);
     if (status == TP_OK) status = tp_marker_stream_wait(&pager->markers, copies, before, error);
+    if (status == TP_OK)
+        status = tp_marker_stream_wait(&pager->markers, copies, dropped->parked->left, error);
     if (status != TP_OK) return status;
     for (uint32_t i = 0; i < block->extent_count && status == TP_OK; i++) {
         const tp_extent *extent = &block->extents[i];
@@ -227,6 +231,7 @@ static bool bring(tp_pager *pager, tp_dropped *dropped, tp_stream stream, bool w
 }
 
 void tp_park_bring_wanted(tp_pager *pager, tp_stream stream) {
+    if (pager->capture_depth > 0) return; /* the copies would become part of a graph */
     while (!tp_list_empty(&pager->wanted_parked) && !tp_pager_halted(pager)) {
         tp_dropped *dropped = TP_CONTAINER(pager->wanted_parked.next, tp_dropped, want);
         tp_status status = TP_OK;
@@ -261,7 +266,7 @@ static void stay(tp_pager *pager, tp_dropped *dropped) {
 /* Whoever is about to use the block finds its bytes. */
 static void await(tp_pager *pager, tp_block *block, tp_stream stream, bool now) {
     const tp_marker copied = block->remade;
-    if (copied.seq == 0) return;
+    if (copied.seq == 0 || pager->abandoned) return;
     const uint64_t generation = block->generation;
     if (!now && !pager->host_kernels && pager->capture_depth == 0 &&
         tp_marker_stream_wait(&pager->markers, stream, copied, NULL) == TP_OK)
@@ -296,7 +301,9 @@ void tp_park_end(tp_pager *pager, tp_dropped *dropped) {
     switch (dropped->stage) {
     case TP_PARK_COMING: dropped->ended = true; return;
     case TP_PARK_GOING: stay(pager, dropped); /* fall through */
-    case TP_PARK_BACK: tp_block_free(pager, dropped->block); break;
+    case TP_PARK_BACK:
+        if (!pager->abandoned) tp_block_free(pager, dropped->block);
+        break;
     case TP_PARK_GONE:
         count_back(pager, dropped);
         discard_parked(pager, dropped->parked);

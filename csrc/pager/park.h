@@ -31,6 +31,7 @@ typedef enum tp_park_stage {
 typedef struct tp_parked {
     tp_link link;     /* in tp_pager.homing, until the copy out of them is complete */
     tp_marker copied; /* behind that copy */
+    tp_marker left;   /* behind whoever may have written to them through the block's address */
     uint32_t count;
     tp_frame *frames[];
 } tp_parked;

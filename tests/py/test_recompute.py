@@ -150,6 +150,43 @@ def test_training_whose_saved_tensors_have_no_address_has_the_same_bits(name, st
         assert (count > 0) == dropped
 
 
+def trained(seed, results):
+    """What a small network comes to. It ends in ``results``, or what it raises does."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(96, 96, generator=generator) * 0.1 for _ in range(6)]
+    weights = [weight.requires_grad_() for weight in weights]
+    x = torch.randn(256, 96, generator=generator)
+    try:
+        for _ in range(12):
+            h = x
+            for weight in weights:
+                h = torch.nn.functional.gelu(h @ weight) + h.sigmoid()
+            h.square().mean().backward()
+            with torch.no_grad():
+                for weight in weights:
+                    weight -= 0.1 * weight.grad
+                    weight.grad = None
+        results[seed] = [weight.detach().numpy().tobytes() for weight in weights]
+    except RuntimeError as error:
+        results[seed] = error
+
+
+def test_what_one_thread_uses_is_not_parked_by_another():
+    """An operator that has begun reads its operands' pointers whenever it likes."""
+    expected, results = {}, {}
+    for seed in (1, 2):
+        trained(seed, expected)
+    for _ in range(6):
+        with forced(budget="1500 KiB", park=True) as parks:
+            threads = [threading.Thread(target=trained, args=(i, results)) for i in (1, 2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert parks.count > 0
+        assert results == expected
+
+
 # ---- what sees no rerun ----------------------------------------------------------------------
 
 
