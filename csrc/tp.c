@@ -335,9 +335,9 @@ void tp_op_begin(tp_core *core, tp_op *op, const tp_access *accesses, size_t cou
     pager->rerun_count += op->rerun;
     tp_learn_begin(pager, op, accesses, count, stream);
     if (op->record != 0) tp_executor_begin(pager);
+    op->keep_recipe = op->recipe && op->record != 0 && tp_executor_needs_recipe(pager);
     if (!tp_list_empty(&pager->wanted_parked) && !op->rerun)
         tp_park_bring_wanted(pager, stream);
-    op->keep_recipe = op->recipe && op->record != 0 && tp_executor_needs_recipe(pager);
     if (pager->executor.drop_count > 0 && !op->rerun) tell_drops(core, accesses, count);
     tp_access_begin(pager, op, accesses, count, stream);
     tp_learn_started(pager, op);

@@ -912,34 +912,36 @@ void take_block(const std::shared_ptr<Made> &made, tp_addr addr) {
 }
 
 /* Throws what an allocation throws. */
-void unpark_or_throw(const std::shared_ptr<Made> &made, bool for_operator) {
-    const auto storage = made->storage.lock(); /* so that it does not end meanwhile */
-    if (storage == nullptr) return;
+void unpark_or_throw(const std::shared_ptr<Made> &made, const c10::StorageImpl &storage,
+                     bool for_operator) {
     tp_oom oom{};
     oom.requested_bytes = made->bytes;
     tp_error error{};
     tp_addr addr = 0;
-    const tp_status status =
-        tp_unpark(made->core, made->dropped->token, stream_for(storage.get()), !for_operator,
-                  &addr, &oom, &error);
-    if (status != TP_OK) throw_alloc_error(slot_of(storage->device()), oom, error);
+    const tp_status status = tp_unpark(made->core, made->dropped->token, stream_for(&storage),
+                                       !for_operator, &addr, &oom, &error);
+    if (status != TP_OK) throw_alloc_error(slot_of(storage.device()), oom, error);
     take_block(made, addr);
 }
 
 /* Also what else the recipe makes. Throws what the operator throws; the storage says why then. */
 void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again, bool for_operator) {
+    c10::intrusive_ptr<c10::StorageImpl> alive; /* let go of with nothing held */
     const Guard lock(rerun_mutex());
+    bool parked = false;
     {
         const Guard guard(registry().mutex);
-        if (made->dropped == nullptr) return;
+        alive = made->storage.lock();
+        if (alive == nullptr || made->dropped == nullptr) return;
+        parked = made->dropped->deleter != nullptr;
     }
     try {
         if (tp_capturing(made->core)) {
             /* What a graph makes is there when it is replayed. */
             throw std::runtime_error("a stream is being captured");
         }
-        if (made->dropped->deleter != nullptr) {
-            unpark_or_throw(made, for_operator);
+        if (parked) {
+            unpark_or_throw(made, *alive, for_operator);
             return;
         }
         const auto recipe = made->recipe;
@@ -1397,7 +1399,12 @@ RecomputeMode recompute_mode() {
 
 void recompute_set_mode(RecomputeMode wanted) {
     mode.store(wanted);
-    if (wanted == kRecomputeOff) (void)recompute_bring_all_back(nullptr);
+    if (wanted != kRecomputeOff) return;
+    {
+        const Guard guard(registry().mutex);
+        registry().pending.clear();
+    }
+    (void)recompute_bring_all_back(nullptr);
 }
 
 void recompute_disable_after_fork() { disabled.store(true); }

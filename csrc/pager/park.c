@@ -104,6 +104,7 @@ tp_status tp_block_park(tp_pager *pager, tp_addr addr, tp_dropped **out, tp_erro
     }
     const char *reason = tp_drop_obstacle(pager, block);
     if (reason == NULL) reason = obstacle(block);
+    if (reason == NULL && !pager->offload) reason = "nothing moves to the host";
     if (reason != NULL) return tp_error_set(error, TP_BUSY, "the block stays: %s", reason);
     const bool resident = is_resident(block);
     /* What is in host memory already may have been written there, by kernels that are not done. */

@@ -5,7 +5,7 @@
 #include "pager/pager.h"
 
 enum {
-    ENOUGH_SAMPLES = 4, /* of a class; then one operator in SPARSE is sampled */
+    ENOUGH_SAMPLES = 4,  /* of a class; then one operator in SPARSE is sampled */
     PARTLY_SAMPLES = 64, /* likewise, while all of them are too long, perhaps */
     SPARSE = 64,
     LOST_GAPS = 8192,   /* in a row, all of which are timed */

@@ -670,6 +670,7 @@ def planned(budget, *, recompute=True):
 
 def peak_of_steps(**options):
     with torchpager.simulate("64 MiB", **SMALL):
+        torchpager.reset_stats()
         Steps(**options).run(2)
         return torchpager.stats().allocated.peak
 
