@@ -130,6 +130,30 @@ TEST(users_and_successors_wait_for_the_copy) {
     rig_close(&r);
 }
 
+/* Its kernels are nobody's operators. */
+TEST(region_on_another_stream_waits_for_the_copy) {
+    rig r;
+    rig_open(&r, &(rig_options){0});
+    for (uint64_t round = 0; round < test_rounds(20); round++) {
+        tp_dropped *dropped = park(&r, made(&r, 100 + round));
+        await_gone(&r, BLOCK);
+        tp_free(r.core, made(&r, 900 + round)); /* other bytes in its memory */
+        rig_drain(&r);
+        rig_hold(&r, 0);
+        const tp_addr back = unpark(&r, dropped, 0);
+        const tp_access access = {back, false};
+        tp_region region = {0};
+        tp_region_begin(r.core, &region, &access, 1, r.streams[1]);
+        rig_launch(&r, 1, back, BLOCK, 100 + round, false);
+        tp_region_end(&region);
+        tp_region_fini(&region);
+        rig_drain(&r);
+        tp_free(r.core, back);
+    }
+    EXPECT_EQ(r.wrong, 0);
+    rig_close(&r);
+}
+
 TEST(storage_that_ends_while_it_is_parked_leaves_nothing) {
     rig r;
     rig_open(&r, &(rig_options){0});
