@@ -868,46 +868,51 @@ std::vector<at::Tensor> execute(const std::shared_ptr<Recipe> &recipe, Again &ag
     return outputs;
 }
 
+/* The storage has its bytes again, at `data`: nothing stands for them any more. The core's note of them is
+ * returned; what a rerun would have read goes to `leaves`. The registry is held. */
+tp_dropped *put_back(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *storage,
+                     c10::DataPtr &&data, std::vector<c10::Storage> &leaves) {
+    Dropped *dropped = made->dropped;
+    tp_dropped *token = dropped->token;
+    forget_dependents(r, dropped);
+    hold_leaves(r, dropped, -1);
+    leaves.swap(dropped->leaves);
+    r.dropped.erase(dropped);
+    made->addr = reinterpret_cast<tp_addr>(data.get());
+    made->dropped = nullptr;
+    give_pointer(storage, std::move(data));
+    delete dropped;
+    return token;
+}
+
 /* The bytes of `tensor` become those of the dropped storage. */
 void take_over(const std::shared_ptr<Made> &made, const at::Tensor &tensor) {
     Registry &r = registry();
     std::vector<c10::Storage> leaves; /* let go of with nothing held */
     const Guard guard(r.mutex);
     const auto storage = made->storage.lock();
-    Dropped *dropped = made->dropped;
-    if (storage == nullptr || dropped == nullptr) return;
+    if (storage == nullptr || made->dropped == nullptr) return;
     c10::StorageImpl *from = tensor.storage().unsafeGetStorageImpl();
     c10::DataPtr data = from->set_data_ptr(c10::DataPtr(nullptr, from->device()));
-    const auto addr = reinterpret_cast<tp_addr>(data.get());
-    forget_dependents(r, dropped);
-    hold_leaves(r, dropped, -1);
-    leaves.swap(dropped->leaves);
-    r.dropped.erase(dropped);
-    give_pointer(storage.get(), std::move(data));
-    if (tp_core_owning(addr) == made->core) {
-        tp_bring_back(made->core, dropped->token, addr, stream_for(storage.get()));
+    tp_dropped *token = put_back(r, made, storage.get(), std::move(data), leaves);
+    if (tp_core_owning(made->addr) == made->core) {
+        tp_bring_back(made->core, token, made->addr, stream_for(storage.get()));
     } else {
-        tp_drop_end(made->core, dropped->token); /* somewhere else, with other owners */
+        tp_drop_end(made->core, token); /* somewhere else, with other owners */
     }
-    made->dropped = nullptr;
-    made->addr = addr;
-    delete dropped;
     count_tracked(r);
 }
 
-/* The bytes of a parked storage are in a block again: the storage has it. */
+/* The bytes of a parked storage are in a block again: the storage has it. The core has forgotten its note. */
 void take_block(const std::shared_ptr<Made> &made, tp_addr addr) {
     Registry &r = registry();
+    std::vector<c10::Storage> none;
     const Guard guard(r.mutex);
     const auto storage = made->storage.lock();
-    Dropped *dropped = made->dropped;
     void *ptr = reinterpret_cast<void *>(addr);
-    r.dropped.erase(dropped);
-    made->dropped = nullptr;
-    made->addr = addr;
-    give_pointer(storage.get(), c10::DataPtr(ptr, ptr, dropped->deleter, storage->device()));
+    c10::DataPtr data(ptr, ptr, made->dropped->deleter, storage->device());
+    (void)put_back(r, made, storage.get(), std::move(data), none);
     r.live.emplace(addr, made);
-    delete dropped;
     count_tracked(r);
 }
 
@@ -1149,6 +1154,16 @@ Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *
     return Drop::DONE;
 }
 
+/* The same, unless an operator is about to pin what it uses. */
+Drop let_go(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *storage,
+            std::vector<c10::Storage> &leaves, bool park) {
+    dropping.store(true);
+    const Drop result =
+        holds.load() == 0 ? swap_out(r, made, storage, leaves, park) : Drop::LATER;
+    dropping.store(false);
+    return result;
+}
+
 /* Without a recipe that would find its inputs: the bytes are kept. */
 Drop try_park(const std::shared_ptr<Made> &made) {
     Registry &r = registry();
@@ -1158,11 +1173,7 @@ Drop try_park(const std::shared_ptr<Made> &made) {
     const Guard guard(r.mutex);
     if (storage == nullptr || made->addr == 0 || made->refused) return Drop::NEVER;
     if (!is_out_of_reach(*made, storage.use_count() - 1)) return Drop::LATER;
-    dropping.store(true);
-    const Drop result =
-        holds.load() == 0 ? swap_out(r, made, storage.get(), none, true) : Drop::LATER;
-    dropping.store(false);
-    return result;
+    return let_go(r, made, storage.get(), none, true);
 }
 
 /* With nothing held. */
@@ -1192,11 +1203,7 @@ Drop try_drop(const std::shared_ptr<Made> &made) {
     if (made->addr == 0 || made->refused) return Drop::NEVER;
     if (!finds_inputs(r, *made->recipe, 0, leaves)) return Drop::NEVER;
     if (!is_out_of_reach(*made, storage.use_count() - 1)) return Drop::LATER;
-    dropping.store(true);
-    const Drop result =
-        holds.load() == 0 ? swap_out(r, made, storage.get(), leaves, false) : Drop::LATER;
-    dropping.store(false);
-    return result;
+    return let_go(r, made, storage.get(), leaves, false);
 }
 
 /* Those that are due, but what is used now. */

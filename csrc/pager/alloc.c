@@ -152,6 +152,13 @@ static void become_all(tp_pager *pager, tp_block *block, tp_extent_state state) 
     }
 }
 
+/* With a device frame for each extent. */
+static tp_status map_on_device(tp_pager *pager, tp_block *block, tp_error *error) {
+    const tp_status status = map_born(pager, block, TP_FRAME_DEVICE, error);
+    if (status == TP_OK) become_all(pager, block, TP_EXTENT_DIRTY);
+    return status;
+}
+
 /* Takes back what was done to a block that could not be born. Drops the lock. */
 static void unborn(tp_pager *pager, tp_block *block) {
     tp_lock_drop(&pager->lock);
@@ -228,11 +235,7 @@ static tp_status bear(tp_pager *pager, tp_block *block, tp_stream stream,
         status = bear_on_device(pager, block, stream, !pager->offload, device_status);
     }
     if (pager->failed != TP_OK) return pager->failed;
-    if (status == TP_OK) {
-        status = map_born(pager, block, TP_FRAME_DEVICE, error);
-        if (status == TP_OK) become_all(pager, block, TP_EXTENT_DIRTY);
-        return status;
-    }
+    if (status == TP_OK) return map_on_device(pager, block, error);
     if (!pager->offload || !pager->dev->caps.host_frames) return status;
     status = bear_in_host(pager, block, error);
     if (status == TP_OK) pager->stats.born_in_host++;
@@ -355,9 +358,7 @@ static bool bear_at_once(tp_pager *pager, tp_block *block, tp_stream stream) {
         extent->device = tp_reclaim_device_frame(pager, extent->bytes, stream, NULL);
         if (extent->device == NULL) return false;
     }
-    if (map_born(pager, block, TP_FRAME_DEVICE, NULL) != TP_OK) return false;
-    become_all(pager, block, TP_EXTENT_DIRTY);
-    return true;
+    return map_on_device(pager, block, NULL) == TP_OK;
 }
 
 static size_t cached_bytes(const tp_pager *pager) {
@@ -375,11 +376,11 @@ tp_status tp_block_try_alloc(tp_pager *pager, size_t bytes, tp_stream stream, ui
     if (status != TP_OK) return status;
     const size_t rounded = tp_round_up(bytes, pager->space.granularity_bytes);
     tp_block *block = cache_take(pager, rounded, stream);
-    const bool hopeless = tp_ticket_taken(pager) || pager->capture_depth > 0 ||
-                          tp_reclaim_free_bytes(pager) + cached_bytes(pager) < rounded;
-    if (block == NULL && hopeless)
-        return tp_error_set(error, TP_OUT_OF_MEMORY, "no memory for %zu bytes now", bytes);
     if (block == NULL) {
+        const bool hopeless = tp_ticket_taken(pager) || pager->capture_depth > 0 ||
+                              tp_reclaim_free_bytes(pager) + cached_bytes(pager) < rounded;
+        if (hopeless)
+            return tp_error_set(error, TP_OUT_OF_MEMORY, "no memory for %zu bytes now", bytes);
         status = tp_space_take(&pager->space, bytes, &block, error);
         if (status != TP_OK) return status;
         if (!bear_at_once(pager, block, stream)) {

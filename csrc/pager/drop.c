@@ -15,13 +15,26 @@ size_t tp_drop_reserve(const tp_pager *pager) {
     return pager->rerun_count > 0 ? 0 : pager->stats.dropped.current;
 }
 
-const char *tp_drop_obstacle(const tp_pager *pager, const tp_block *block) {
+/* Why the block has to stay; NULL: it may go. */
+static const char *stays(const tp_pager *pager, const tp_block *block) {
     if (pager->failed != TP_OK || pager->abandoned) return "the pager has failed";
     if (pager->capture_depth > 0) return "a stream is being captured";
     if (tp_pager_gate_closed(pager)) return "an opaque region is open";
     if (!tp_block_movable(block)) return "it is immovable, or not known to be a tensor";
     if (block->op_pins > 0) return "an operator uses it";
     return NULL;
+}
+
+tp_status tp_drop_find(tp_pager *pager, tp_addr addr, tp_block **out, tp_error *error) {
+    tp_block *block = tp_block_live(pager, addr);
+    if (block == NULL || block->addr != addr) {
+        return tp_error_set(error, TP_INVALID, "no block begins at %#llx",
+                            (unsigned long long)addr);
+    }
+    const char *reason = stays(pager, block);
+    if (reason != NULL) return tp_error_set(error, TP_BUSY, "the block stays: %s", reason);
+    *out = block;
+    return TP_OK;
 }
 
 static bool room_for(const tp_pager *pager, size_t bytes) {
@@ -32,13 +45,9 @@ static bool room_for(const tp_pager *pager, size_t bytes) {
 
 tp_status tp_block_drop(tp_pager *pager, tp_addr addr, tp_stream stream, tp_dropped **out,
                         tp_error *error) {
-    tp_block *block = tp_block_live(pager, addr);
-    if (block == NULL || block->addr != addr) {
-        return tp_error_set(error, TP_INVALID, "no block begins at %#llx",
-                            (unsigned long long)addr);
-    }
-    const char *reason = tp_drop_obstacle(pager, block);
-    if (reason != NULL) return tp_error_set(error, TP_BUSY, "the block stays: %s", reason);
+    tp_block *block = NULL;
+    const tp_status status = tp_drop_find(pager, addr, &block, error);
+    if (status != TP_OK) return status;
     tp_dropped *dropped = room_for(pager, block->bytes) ? calloc(1, sizeof *dropped) : NULL;
     if (dropped == NULL) {
         return tp_error_set(error, TP_NO_HOST_MEMORY,

@@ -43,8 +43,10 @@ void tp_dropped_end(tp_pager *pager, tp_dropped *dropped);
 /* The core ends: frees what stands for dropped blocks. */
 void tp_drop_fini(tp_pager *pager);
 
-/* Why a block has to stay; NULL: it may go. */
-const char *tp_drop_obstacle(const tp_pager *pager, const tp_block *block);
+/* The block that begins at `addr`, whose storage may do without it. TP_INVALID: there is none. TP_BUSY: as
+ * tp_block_drop. */
+TP_MUST_USE tp_status tp_drop_find(tp_pager *pager, tp_addr addr, tp_block **out,
+                                   tp_error *error);
 
 /* Of the host budget, what is kept free for dropped blocks: nothing while one is made again. */
 size_t tp_drop_reserve(const tp_pager *pager);

@@ -29,17 +29,6 @@ static bool is_resident(const tp_block *block) {
     return false;
 }
 
-/* Has every extent that is on the device evicted. */
-static void evict_all(tp_pager *pager, tp_block *block, tp_marker decided) {
-    for (uint32_t i = 0; i < block->extent_count; i++) {
-        tp_extent *extent = &block->extents[i];
-        if (!tp_extent_resident(extent->state) || extent->evict) continue;
-        extent->evict = true;
-        extent->decided = decided;
-        tp_extent_list(pager, extent);
-    }
-}
-
 static bool has_gone(const tp_block *block) {
     for (uint32_t i = 0; i < block->extent_count; i++) {
         const tp_extent *extent = &block->extents[i];
@@ -97,14 +86,10 @@ static tp_dropped *make(const tp_block *block) {
 }
 
 tp_status tp_block_park(tp_pager *pager, tp_addr addr, tp_dropped **out, tp_error *error) {
-    tp_block *block = tp_block_live(pager, addr);
-    if (block == NULL || block->addr != addr) {
-        return tp_error_set(error, TP_INVALID, "no block begins at %#llx",
-                            (unsigned long long)addr);
-    }
-    const char *reason = tp_drop_obstacle(pager, block);
-    if (reason == NULL) reason = obstacle(block);
-    if (reason == NULL && !pager->offload) reason = "nothing moves to the host";
+    tp_block *block = NULL;
+    const tp_status status = tp_drop_find(pager, addr, &block, error);
+    if (status != TP_OK) return status;
+    const char *reason = pager->offload ? obstacle(block) : "nothing moves to the host";
     if (reason != NULL) return tp_error_set(error, TP_BUSY, "the block stays: %s", reason);
     const bool resident = is_resident(block);
     /* What is in host memory already may have been written there, by kernels that are not done. */
@@ -122,7 +107,7 @@ tp_status tp_block_park(tp_pager *pager, tp_addr addr, tp_dropped **out, tp_erro
     dropped->parked->left = decided;
     block->parking = dropped;
     tp_tally_add(&pager->stats.parks, block->bytes, 0);
-    evict_all(pager, block, decided);
+    (void)tp_reclaim_mark(pager, block, 0, SIZE_MAX, SIZE_MAX, decided);
     if (!resident) go(pager, block);
     tp_pager_wake(pager);
     *out = dropped;

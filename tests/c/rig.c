@@ -119,6 +119,31 @@ void rig_op(rig *r, unsigned stream, tp_addr addr, size_t bytes, uint64_t value,
     tp_op_fini(&op);
 }
 
+tp_addr rig_made(rig *r, size_t bytes, uint64_t value) {
+    const tp_addr addr = rig_alloc(r, bytes, 0);
+    rig_op(r, 0, addr, bytes, value, true);
+    return addr;
+}
+
+tp_dropped *rig_gone_soon(rig *r, tp_addr addr, rig_let_go *how) {
+    tp_dropped *dropped = NULL;
+    for (int i = 0; i < 1000; i++) {
+        const tp_status status = how(r, addr, &dropped);
+        if (status == TP_OK) return dropped;
+        MUST(status == TP_BUSY);
+        (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    MUST(!"the block stays");
+    return NULL;
+}
+
+void rig_close_right(rig *r) {
+    rig_drain(r);
+    EXPECT_OK(tp_core_check(r->core, &test_error));
+    EXPECT_EQ(r->wrong, 0);
+    rig_close(r);
+}
+
 tp_stats rig_stats(rig *r) {
     tp_stats stats;
     tp_core_stats(r->core, &stats);

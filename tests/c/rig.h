@@ -49,6 +49,14 @@ void rig_launch(rig *r, unsigned stream, tp_addr addr, size_t bytes, uint64_t va
 /* An operator with one operand and its kernel. */
 void rig_op(rig *r, unsigned stream, tp_addr addr, size_t bytes, uint64_t value, bool write);
 
+/* A tensor of `bytes` that an operator on stream 0 has written. */
+tp_addr rig_made(rig *r, size_t bytes, uint64_t value);
+/* Once the hook has been armed for long enough: what `how` lets go of the block at `addr` with. */
+typedef tp_status rig_let_go(rig *r, tp_addr addr, tp_dropped **out);
+tp_dropped *rig_gone_soon(rig *r, tp_addr addr, rig_let_go *how);
+/* Drains; nothing was read wrong, and the core is in order; closes. */
+void rig_close_right(rig *r);
+
 /* Has somebody wait for memory once: from then on operators' ends are marked one by one. */
 void rig_press(rig *r);
 

@@ -1,9 +1,5 @@
 /* Blocks whose bytes can be made again: what goes, what is kept for their return, and that the
  * recorder knows the storage all the while. */
-#define _POSIX_C_SOURCE 200809L
-
-#include <time.h>
-
 #include "harness.h"
 #include "rig.h"
 
@@ -23,11 +19,7 @@ static tp_addr rerun(rig *r, size_t bytes, uint64_t value) {
     return addr;
 }
 
-static tp_addr made(rig *r, uint64_t value) {
-    const tp_addr addr = rig_alloc(r, BLOCK, 0);
-    rig_op(r, 0, addr, BLOCK, value, true);
-    return addr;
-}
+static tp_addr made(rig *r, uint64_t value) { return rig_made(r, BLOCK, value); }
 
 TEST(dropped_block_is_free_and_comes_back_elsewhere) {
     rig r;
@@ -49,10 +41,7 @@ TEST(dropped_block_is_free_and_comes_back_elsewhere) {
     EXPECT_EQ(stats.dropped.current, 0);
     EXPECT_EQ(stats.reruns.count, 1);
     EXPECT_EQ(stats.block_count, 2);
-    rig_drain(&r);
-    EXPECT_OK(tp_core_check(r.core, &test_error));
-    EXPECT_EQ(r.wrong, 0);
-    rig_close(&r);
+    rig_close_right(&r);
 }
 
 TEST(storage_that_ends_while_it_is_dropped_leaves_nothing) {
@@ -67,22 +56,13 @@ TEST(storage_that_ends_while_it_is_dropped_leaves_nothing) {
     rig_close(&r); /* with one that nobody has ended */
 }
 
-/* Once the hook has been armed for long enough. */
-static tp_dropped *drop_soon(rig *r, tp_addr addr) {
-    tp_dropped *dropped = NULL;
-    for (int i = 0; i < 1000; i++) {
-        const tp_status status = tp_drop(r->core, addr, r->streams[0], &dropped, &test_error);
-        if (status == TP_OK) return dropped;
-        MUST(status == TP_BUSY);
-        (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
-    }
-    MUST(!"the block stays");
-    return NULL;
+static tp_status drop(rig *r, tp_addr addr, tp_dropped **out) {
+    return tp_drop(r->core, addr, r->streams[0], out, &test_error);
 }
 
 static tp_status try_drop(rig *r, tp_addr addr) {
     tp_dropped *dropped = NULL;
-    const tp_status status = tp_drop(r->core, addr, r->streams[0], &dropped, &test_error);
+    const tp_status status = drop(r, addr, &dropped);
     if (status == TP_OK) tp_drop_end(r->core, dropped);
     return status;
 }
@@ -124,7 +104,7 @@ TEST(room_is_kept_for_what_is_dropped) {
     rig_open(&r, &(rig_options){.budget_bytes = 3 * BLOCK, .host_bytes = 2 * BLOCK});
     tp_addr blocks[4];
     for (uint64_t i = 0; i < 3; i++) blocks[i] = made(&r, 10 + i);
-    tp_dropped *dropped = drop_soon(&r, blocks[0]);
+    tp_dropped *dropped = rig_gone_soon(&r, blocks[0], drop);
     blocks[0] = made(&r, 20);
     blocks[3] = made(&r, 21); /* one goes to HOST */
     tp_addr none = 0;
@@ -252,7 +232,7 @@ static counted step_with(bool drops) {
         rig_op(&r, 0, weight, BLOCK, 1, false);
         tp_addr kept = made(&r, 2);
         rig_op(&r, 0, second, BLOCK, 5, false);
-        tp_dropped *dropped = drops ? drop_soon(&r, kept) : NULL;
+        tp_dropped *dropped = drops ? rig_gone_soon(&r, kept, drop) : NULL;
         rig_op(&r, 0, third, BLOCK, 6, false);
         if (drops) {
             kept = rerun(&r, BLOCK, 2);

@@ -11,29 +11,13 @@
 
 enum { BLOCK = 4 * RIG_EXTENT };
 
-static tp_addr made(rig *r, uint64_t value) {
-    const tp_addr addr = rig_alloc(r, BLOCK, 0);
-    rig_op(r, 0, addr, BLOCK, value, true);
-    return addr;
-}
+static tp_addr made(rig *r, uint64_t value) { return rig_made(r, BLOCK, value); }
 
 static tp_status try_park(rig *r, tp_addr addr, tp_dropped **out) {
-    *out = NULL;
     return tp_park(r->core, addr, out, &test_error);
 }
 
-/* Once the hook has been armed for long enough. */
-static tp_dropped *park(rig *r, tp_addr addr) {
-    tp_dropped *dropped = NULL;
-    for (int i = 0; i < 1000; i++) {
-        const tp_status status = try_park(r, addr, &dropped);
-        if (status == TP_OK) return dropped;
-        MUST(status == TP_BUSY);
-        (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
-    }
-    MUST(!"the block stays");
-    return NULL;
-}
+static tp_dropped *park(rig *r, tp_addr addr) { return rig_gone_soon(r, addr, try_park); }
 
 /* Until so many bytes have gone. */
 static void await_gone(rig *r, size_t bytes) {
@@ -178,10 +162,7 @@ TEST(block_in_host_can_be_parked) {
     EXPECT_EQ(rig_stats(&r).parked.current, BLOCK);
     const tp_addr back = unpark(&r, dropped, 0);
     rig_op(&r, 0, back, BLOCK, 5, false);
-    rig_drain(&r);
-    EXPECT_OK(tp_core_check(r.core, &test_error));
-    EXPECT_EQ(r.wrong, 0);
-    rig_close(&r);
+    rig_close_right(&r);
 }
 
 /* Somebody has written since the write-back, and told nobody. */
@@ -240,13 +221,8 @@ TEST(bytes_that_find_no_memory_stay_parked) {
     rig_op(&r, 0, other, BLOCK, 8, false);
     tp_free(r.core, other);
     rig_op(&r, 0, unpark(&r, dropped, 0), BLOCK, 7, false);
-    rig_drain(&r);
-    EXPECT_OK(tp_core_check(r.core, &test_error));
-    EXPECT_EQ(r.wrong, 0);
-    rig_close(&r);
+    rig_close_right(&r);
 }
-
-/* ---- review ------------------------------------------------------------------------------- */
 
 /* An operator has written over host memory, and is not done: whoever brings the bytes back on another
  * stream, for whoever uses them there, copies what it has written. */
@@ -370,10 +346,7 @@ TEST(block_that_is_filled_while_it_is_going_stays) {
     tp_region_end(&region);
     MUST(rig_returns(evict_everything, &r, 10));
     rig_op(&r, 0, unpark(&r, dropped, 0), BLOCK, 7, false);
-    rig_drain(&r);
-    EXPECT_OK(tp_core_check(r.core, &test_error));
-    EXPECT_EQ(r.wrong, 0);
-    rig_close(&r);
+    rig_close_right(&r);
 }
 
 static uint64_t events(const rig *r) {
