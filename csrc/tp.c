@@ -157,10 +157,13 @@ void tp_core_empty_cache(tp_core *core) {
 
 /* ---- blocks ------------------------------------------------------------------------------------ */
 
-static tp_status alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags,
+static bool is_small(const tp_core *core, size_t bytes) {
+    return core->serve_small && bytes < core->pager.large_min_bytes;
+}
+
+static tp_status alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags, bool small,
                        tp_addr *out, tp_oom *oom, tp_error *error) {
     tp_pager *pager = &core->pager;
-    const bool small = core->serve_small && bytes < pager->large_min_bytes;
     const uint64_t waited_ns = tp_thread_waited_ns;
     const tp_status status =
         small ? tp_small_alloc(&core->small, pager, bytes, stream, out, oom, error)
@@ -169,18 +172,33 @@ static tp_status alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t f
     return status;
 }
 
+static bool is_full(tp_status status) {
+    return status == TP_OUT_OF_MEMORY || status == TP_NO_HOST_MEMORY;
+}
+
+/* Where it comes to the last bytes: slabs that hold nothing may be in the way, and a small request
+ * may have a block of its own where a slab finds no room. */
+static tp_status alloc_thrifty(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags,
+                               tp_addr *out, tp_oom *oom, tp_error *error) {
+    const bool small = is_small(core, bytes);
+    tp_status status = alloc(core, bytes, stream, flags, small, out, oom, error);
+    if (is_full(status) && core->serve_small && tp_small_trim(&core->small, &core->pager)) {
+        *error = (tp_error){0};
+        status = alloc(core, bytes, stream, flags, small, out, oom, error);
+    }
+    if (is_full(status) && small) {
+        *error = (tp_error){0};
+        status = alloc(core, bytes, stream, flags, false, out, oom, error);
+    }
+    if (is_full(status)) core->pager.stats.ooms++;
+    return status;
+}
+
 tp_status tp_alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags, tp_addr *out,
                    tp_oom *oom, tp_error *error) {
     tp_pager *pager = enter(core);
     tp_error first = {0};
-    tp_status status = alloc(core, bytes, stream, flags, out, oom, &first);
-    const bool full = status == TP_OUT_OF_MEMORY || status == TP_NO_HOST_MEMORY;
-    if (full && core->serve_small && tp_small_trim(&core->small, pager)) {
-        /* Slabs that hold nothing were in the way. */
-        pager->stats.ooms--;
-        first = (tp_error){0};
-        status = alloc(core, bytes, stream, flags, out, oom, &first);
-    }
+    const tp_status status = alloc_thrifty(core, bytes, stream, flags, out, oom, &first);
     /* Its kernels may be launched when this returns, over operands that nothing pins. */
     if ((flags & TP_ALLOC_UNKNOWN) != 0) tp_arming_unknown(pager);
     leave_arming(core);
@@ -226,6 +244,7 @@ tp_status tp_unpark(tp_core *core, tp_dropped *dropped, tp_stream stream, bool n
                     tp_addr *out, tp_oom *oom, tp_error *error) {
     tp_pager *pager = enter(core);
     const tp_status status = tp_block_unpark(pager, dropped, stream, now, out, oom, error);
+    if (is_full(status)) pager->stats.ooms++;
     leave_arming(core);
     return status;
 }

@@ -20,6 +20,8 @@
 #include <atomic>
 #include <cmath>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/bytes.h"
@@ -245,23 +247,22 @@ bool make_room(tp_core *core, size_t bytes, tp_error *error) {
 }
 
 /* Calls the native allocator; when it is out of memory, makes room in the shared budget first
- * without, then with its cache flushed, and tries again. */
-template <class Call> auto native_with_room(int device, size_t bytes, Call call) {
-    tp_core *core = core_of(device);
-    if (core == nullptr || !is_shared(device)) return call();
-    tp_error error{};
+ * without, then with its cache flushed, and tries again. Nothing: there is no room. */
+template <class Call>
+auto native_with_room(int device, size_t bytes, tp_error *error, Call call)
+    -> std::optional<decltype(call())> {
     for (int attempt = 0;; attempt++) {
         try {
             return call();
         } catch (const c10::OutOfMemoryError &) {
+            if (core_of(device) == nullptr || !is_shared(device)) throw;
             /* Handled below, outside the handler: making room may wait. */
         }
-        if (attempt == 2) break;
+        if (attempt == 2) return std::nullopt;
         if (attempt == 1) foreign_flush(device);
-        error = tp_error{};
-        (void)make_room(core, bytes, &error);
+        *error = tp_error{};
+        (void)make_room(core_of(device), bytes, error);
     }
-    throw_native_oom(core, device, bytes, error);
 }
 
 /* ---- captures and private pools ---------------------------------------------------------- */
@@ -405,14 +406,27 @@ bool capturing_now() {
     return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
+/* The core that can serve requests on this stream now, or null. */
+tp_core *core_for(int device, cudaStream_t stream) {
+    if (!known_device(device)) return nullptr;
+    if (!state_of(device).enabled.load(std::memory_order_relaxed)) return nullptr;
+    tp_core *core = tp_core_at(device);
+    if (core == nullptr || in_private_pool(device, stream) || capturing_now()) return nullptr;
+    return core;
+}
+
 /* The core that serves the request, or null: the native allocator does. */
 tp_core *serving_core(int device, size_t bytes, cudaStream_t stream) {
     if (!known_device(device)) return nullptr;
-    const DeviceState &state = state_of(device);
-    if (!state.enabled.load(std::memory_order_relaxed)) return nullptr;
-    if (bytes < state.large_min.load(std::memory_order_relaxed)) return nullptr;
-    tp_core *core = tp_core_at(device);
-    if (core == nullptr || in_private_pool(device, stream) || capturing_now()) return nullptr;
+    if (bytes < state_of(device).large_min.load(std::memory_order_relaxed)) return nullptr;
+    return core_for(device, stream);
+}
+
+/* Whom to ask for what the native allocator has no room for: it takes more from the driver than one
+ * request needs, and what it has taken cannot be moved. */
+tp_core *core_instead(int device, size_t bytes, cudaStream_t stream, const tp_error &error) {
+    tp_core *core = core_for(device, stream);
+    if (core == nullptr) throw_native_oom(core_of(device), device, bytes, error);
     return core;
 }
 
@@ -514,16 +528,20 @@ class CudaDoor final : public cca::CUDAAllocator {
         throw_if_memory_lacks();
         const Device device = c10::cuda::current_device();
         const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
-        if (tp_core *core = serving_core(device, n, stream)) {
-            void *ptr = our_alloc(core, device, n, stream);
-            c10::DataPtr data(ptr, ptr, &door_delete,
-                              c10::Device(c10::DeviceType::CUDA, device));
-            fill_if_asked(ptr, n, stream);
-            return data;
+        tp_core *core = serving_core(device, n, stream);
+        if (core == nullptr) {
+            tp_error error{};
+            auto data = native_with_room(device, n, &error, [n] { return native()->allocate(n); });
+            if (C10_LIKELY(data.has_value())) {
+                own_deleter(*data);
+                fill_if_asked(data->get(), n, stream);
+                return std::move(*data);
+            }
+            core = core_instead(device, n, stream, error);
         }
-        c10::DataPtr data = native_with_room(device, n, [n] { return native()->allocate(n); });
-        own_deleter(data);
-        fill_if_asked(data.get(), n, stream);
+        void *ptr = our_alloc(core, device, n, stream);
+        c10::DataPtr data(ptr, ptr, &door_delete, c10::Device(c10::DeviceType::CUDA, device));
+        fill_if_asked(ptr, n, stream);
         return data;
     }
     bool is_simple_data_ptr(const c10::DataPtr &data) const override {
@@ -783,14 +801,21 @@ class CudaDoor final : public cca::CUDAAllocator {
   private:
     template <class Call>
     void *raw_on(Device device, size_t bytes, cudaStream_t stream, Call call) {
-        if (tp_core *core = serving_core(device, bytes, stream)) {
-            void *ptr = our_alloc(core, device, bytes, stream);
-            fill_if_asked(ptr, bytes, stream);
-            return ptr;
-        }
-        void *ptr = native_with_room(device, bytes, call);
+        void *ptr = raw_unfilled(device, bytes, stream, call);
         fill_if_asked(ptr, bytes, stream);
         return ptr;
+    }
+
+    template <class Call>
+    void *raw_unfilled(Device device, size_t bytes, cudaStream_t stream, Call call) {
+        tp_core *core = serving_core(device, bytes, stream);
+        if (core == nullptr) {
+            tp_error error{};
+            const auto ptr = native_with_room(device, bytes, &error, call);
+            if (C10_LIKELY(ptr.has_value())) return *ptr;
+            core = core_instead(device, bytes, stream, error);
+        }
+        return our_alloc(core, device, bytes, stream);
     }
 
     /* The native allocator records only pointers that carry its own deleter. */

@@ -274,7 +274,6 @@ static tp_status fail_alloc(tp_pager *pager, size_t bytes, tp_status status,
         figures.device_status = device_status;
         pager->last_oom = figures;
         pager->has_last_oom = true;
-        pager->stats.ooms++;
         if (oom != NULL) *oom = figures;
     }
     return tp_error_set(error, status, "cannot allocate %zu bytes: %s", bytes,

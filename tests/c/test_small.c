@@ -136,6 +136,30 @@ TEST(out_of_memory_is_answered_when_no_slab_can_be_had) {
     rig_close(&r);
 }
 
+/* A slab for pieces of 300 KiB is 16 MiB: more than the budget. */
+TEST(piece_has_a_block_of_its_own_where_no_slab_fits) {
+    rig r;
+    rig_open(&r, &(rig_options){.device_bytes = 64 * TP_MIB,
+                                .budget_bytes = 640 * TP_KIB,
+                                .large_min_bytes = 2 * TP_MIB,
+                                .no_offload = true,
+                                .serve_small = true});
+    const tp_addr a = rig_alloc(&r, 300 * TP_KIB, 0);
+    EXPECT_EQ(rig_info(&r, a).addr, a);
+    EXPECT_EQ(rig_info(&r, a).requested_bytes, 300 * TP_KIB);
+    EXPECT(rig_alloc(&r, 300 * TP_KIB, 1) != a);
+    tp_addr addr = 0;
+    tp_oom oom = {0};
+    EXPECT_STATUS(tp_alloc(r.core, 300 * TP_KIB, r.streams[0], 0, &addr, &oom, &test_error),
+                  TP_OUT_OF_MEMORY);
+    EXPECT_EQ(oom.requested_bytes, 300 * TP_KIB);
+    EXPECT_EQ(rig_stats(&r).ooms, 1);
+    tp_free(r.core, a);
+    EXPECT_EQ(rig_alloc(&r, 300 * TP_KIB, 0), a);
+    EXPECT_EQ(rig_stats(&r).ooms, 1);
+    rig_close(&r);
+}
+
 TEST(idle_slabs_make_room_before_an_allocation_fails) {
     rig r;
     open_small(&r, SLAB, false);

@@ -361,6 +361,23 @@ def test_small_tensors_may_fill_what_large_ones_leave_of_the_budget(size: int) -
         del large, small
 
 
+def test_small_request_is_ours_where_the_native_allocator_finds_no_room() -> None:
+    torch.cuda.empty_cache()
+    budget = torch.cuda.memory_reserved() + 64 * MIB
+    with torchpager.budget(budget), torchpager.auto_offload():
+        torchpager.reset_stats()
+        stays = torchpager.pin(filled(9, mib=48))
+        # It would take a segment of 20 MiB from the driver for each sixteen of them.
+        small = [torch.full((1280 << 10,), i, dtype=torch.uint8, device="cuda") for i in range(40)]
+        assert any(is_ours(tensor) for tensor in small)
+        assert [int(tensor.max()) for tensor in small] == list(range(40))
+        stats = torchpager.stats()
+        assert stats.evictions.count > 0, "what is ours can be moved"
+        assert stats.held.peak <= budget
+        stays.unpin()
+        del small
+
+
 def grow_for_ever(tensors: list[torch.Tensor]) -> None:
     """Make one small tensor after the other."""
     while True:

@@ -13,6 +13,7 @@ MIB = 1 << 20
 NATIVE_SLACK = 8 * MIB
 
 
+@torch.enable_grad()
 def own_workspaces() -> None:
     """Have the native allocator hold cuBLAS's workspaces of this stream, not the budget.
 

@@ -199,6 +199,7 @@ class Place:
         return total.hexdigest()
 
 
+@torch.enable_grad()
 def own_workspaces() -> None:
     """Have the native allocator hold cuBLAS's workspaces of this stream, not the budget.
 
