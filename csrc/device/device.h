@@ -42,7 +42,7 @@ typedef enum tp_copy_dir { TP_COPY_TO_HOST, TP_COPY_TO_DEVICE } tp_copy_dir;
 
 /* Where fingerprints are left for the host, numbered from 0: those of pager/proof, then those of
  * pager/verify. */
-enum { TP_PLACES = 8, TP_VERIFY_PLACES = 96, TP_ALL_PLACES = TP_PLACES + TP_VERIFY_PLACES };
+enum { TP_PLACES = 12, TP_VERIFY_PLACES = 96, TP_ALL_PLACES = TP_PLACES + TP_VERIFY_PLACES };
 
 typedef struct tp_device_caps {
     const char *name;         /* "cuda" or "sim"; static */

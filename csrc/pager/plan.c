@@ -6,6 +6,7 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "pager/plan_drop.h"
+#include "pager/plan_haste.h"
 #include "pager/plan_model.h"
 #include "pager/plan_rerun.h"
 
@@ -41,7 +42,9 @@ typedef struct planner {
     bool recording, settled, no_memory; /* settled: the round written down ends as it began */
     tp_plan *plan;
     uint32_t act_capacity;
-    uint64_t *began_ns; /* of each operator, when it started in the round written down */
+    /* Of each operator, in the round written down: when it started, and the least bytes free until the
+     * next one did. */
+    uint64_t *began_ns, *least_free;
 } planner;
 
 void tp_plan_config_init(tp_plan_config *config, uint64_t budget_bytes) {
@@ -54,6 +57,8 @@ void tp_plan_config_init(tp_plan_config *config, uint64_t budget_bytes) {
                                .headroom_ops = 2,
                                .slack_ns = 5000000u,
                                .evict_ahead_ns = 20000000u,
+                               .evict_before = true,
+                               .fill_ahead_ns = 10000000u,
                                .chain_max = 3};
 }
 
@@ -135,6 +140,7 @@ static void turn_round(planner *p) {
     p->recording = true;
     p->plan->act_count = 0;
     p->plan->in_bytes = p->plan->out_bytes = p->plan->peak_bytes = 0;
+    for (uint32_t op = 0; op < p->model.trace->op_count; op++) p->least_free[op] = UINT64_MAX;
 }
 
 /* ---- memory ---------------------------------------------------------------------------------- */
@@ -476,6 +482,14 @@ static bool pass_time(planner *p) {
     return true;
 }
 
+static void note_memory(planner *p) {
+    const tp_model *m = &p->model;
+    uint64_t *least = &p->least_free[op_at(p, m->point + m->trace->op_count - 1)];
+    *least = smaller(*least, m->free_bytes);
+    p->plan->peak_bytes =
+        larger(p->plan->peak_bytes, m->config.budget_bytes - m->free_bytes);
+}
+
 /* Runs until the operator at `point` is next. False: it came to a standstill. */
 static bool run_to(planner *p, uint64_t point) {
     tp_model *m = &p->model;
@@ -483,8 +497,7 @@ static bool run_to(planner *p, uint64_t point) {
         bool moved = true;
         while (moved)
             moved = (m->point < point && start_op(p)) || start_fill(p) || start_write_back(p);
-        const uint64_t used_bytes = m->config.budget_bytes - m->free_bytes;
-        if (p->recording) p->plan->peak_bytes = larger(p->plan->peak_bytes, used_bytes);
+        if (p->recording) note_memory(p);
         if (!pass_time(p)) return false;
     }
     return true;
@@ -520,65 +533,6 @@ static bool begin(planner *p) {
     }
 }
 
-/* The act at `from` goes to `to`, before it, and to an operator no later than the ones behind. */
-static void move_up(tp_plan *plan, uint32_t from, uint32_t to, uint32_t op) {
-    tp_act act = plan->acts[from];
-    act.op = op;
-    memmove(&plan->acts[to + 1], &plan->acts[to], (from - to) * sizeof act);
-    plan->acts[to] = act;
-}
-
-/* The operator behind which no other uses the block before operator `op`; 0: none does. */
-static uint32_t idle_from(const tp_model *m, uint32_t block, uint32_t op) {
-    uint32_t low = m->block_uses[block], high = m->block_uses[block + 1];
-    const uint32_t begin = low;
-    while (low < high) {
-        const uint32_t middle = low + (high - low) / 2;
-        if (m->uses[middle] < op)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low == begin ? 0 : m->uses[low - 1] + 1;
-}
-
-/* The first operator at which what is evicted before `op` may go: its memory is claimed soon. */
-static uint32_t soon_from(const planner *p, uint32_t op) {
-    const uint64_t now_ns = p->began_ns[op], ahead_ns = p->model.config.evict_ahead_ns;
-    uint32_t low = 0, high = op;
-    while (low < high) {
-        const uint32_t middle = low + (high - low) / 2;
-        if (p->began_ns[middle] + ahead_ns < now_ns)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-/* What is evicted goes some time before its memory is claimed, if it is idle by then: evictions
- * take a while, and whoever claims the memory would wait. */
-static void hasten_evictions(const planner *p) {
-    tp_plan *plan = p->plan;
-    for (uint32_t i = 0; i < plan->act_count; i++) {
-        const tp_act act = plan->acts[i];
-        if (act.kind != TP_ACT_EVICT) continue;
-        const uint32_t idle = idle_from(&p->model, act.block, act.op);
-        const uint32_t soon = soon_from(p, act.op);
-        uint32_t to = i, op = idle > soon ? idle : soon;
-        for (; to > 0; to--) {
-            const tp_act *before = &plan->acts[to - 1];
-            const bool same = before->block == act.block && before->extent == act.extent;
-            if (before->op < op || (before->op == op && before->kind == TP_ACT_EVICT)) break;
-            if (same) {
-                op = before->op;
-                break;
-            }
-        }
-        if (op < act.op) move_up(plan, i, to, op);
-    }
-}
-
 static tp_status run_rounds(planner *p, tp_error *error) {
     const uint32_t ops = p->model.trace->op_count;
     uint64_t began_ns = 0;
@@ -588,7 +542,8 @@ static tp_status run_rounds(planner *p, tp_error *error) {
         runs = run_to(p, (uint64_t)round * ops);
     }
     p->plan->step_ns = p->now_ns - began_ns;
-    if (runs && !p->no_memory && p->model.config.evict_ahead_ns > 0) hasten_evictions(p);
+    if (runs && !p->no_memory)
+        p->no_memory = !tp_plan_haste(p->plan, &p->model, p->began_ns, p->least_free);
     if (!runs)
         return tp_error_set(error, TP_OUT_OF_MEMORY, "operator %u cannot get its operands",
                             op_at(p, p->model.point));
@@ -607,12 +562,14 @@ static tp_status plan_one_way(const tp_trace *trace, const tp_plan_config *confi
     if (status != TP_OK) return status;
     p.early = malloc(((size_t)p.model.unit_count + 1) * sizeof *p.early);
     p.began_ns = malloc(((size_t)trace->op_count + 1) * sizeof *p.began_ns);
-    if (p.early == NULL || p.began_ns == NULL)
+    p.least_free = malloc(((size_t)trace->op_count + 1) * sizeof *p.least_free);
+    if (p.early == NULL || p.began_ns == NULL || p.least_free == NULL)
         status = tp_error_set(error, TP_NO_HOST_MEMORY, "no memory to plan in");
     else
         status = run_rounds(&p, error);
     free(p.early);
     free(p.began_ns);
+    free(p.least_free);
     tp_model_fini(&p.model);
     if (status != TP_OK)
         tp_plan_fini(&plan);

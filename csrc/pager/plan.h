@@ -45,6 +45,10 @@ typedef struct tp_plan_config {
     uint64_t slack_ns;
     /* What is evicted goes so much before its memory is claimed, where it is idle by then. */
     uint64_t evict_ahead_ns;
+    /* What goes early in a step goes in the step before, where it is idle and clean by then. */
+    bool evict_before;
+    /* A fill comes so much earlier, where there is memory: so the link has the next one at hand. */
+    uint64_t fill_ahead_ns;
     /* How many reruns may stand behind one another, before the block's own. */
     uint32_t chain_max;
     /* The bytes of a block that has died cannot be kept for a rerun: they are made again for it, or
@@ -96,7 +100,7 @@ typedef struct tp_plan {
 } tp_plan;
 
 /* The figures of an H200: 55 GB/s one way, 101 GB/s both; extents of 2 to 64 MiB; two
- * operators; 5 ms; three reruns. */
+ * operators; 5 ms; evictions 20 ms ahead and in the step before, fills 10 ms; three reruns. */
 void tp_plan_config_init(tp_plan_config *config, uint64_t budget_bytes);
 
 /* How many extents a block of `bytes` is made of; 0: it is too small to move. */

@@ -4,7 +4,7 @@
 
 /* The first places are for copies, so that these never wait for checks. The rest are few, so that a
  * check is not old when its extent's turn to be remapped comes. */
-enum { COPY_PLACES = 4 };
+enum { COPY_PLACES = 8 };
 
 static bool in_force(const tp_pager *pager) { return TP_RULE(pager, TP_RULE_FINGERPRINT); }
 

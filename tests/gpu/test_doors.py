@@ -366,7 +366,8 @@ def test_small_request_is_ours_where_the_native_allocator_finds_no_room() -> Non
     budget = torch.cuda.memory_reserved() + 64 * MIB
     with torchpager.budget(budget), torchpager.auto_offload():
         torchpager.reset_stats()
-        stays = torchpager.pin(filled(9, mib=48))
+        large = filled(9, mib=48)
+        stays = torchpager.pin(large)
         # It would take a segment of 20 MiB from the driver for each sixteen of them.
         small = [torch.full((1280 << 10,), i, dtype=torch.uint8, device="cuda") for i in range(40)]
         assert any(is_ours(tensor) for tensor in small)
@@ -375,7 +376,7 @@ def test_small_request_is_ours_where_the_native_allocator_finds_no_room() -> Non
         assert stats.evictions.count > 0, "what is ours can be moved"
         assert stats.held.peak <= budget
         stays.unpin()
-        del small
+        del large, small
 
 
 def grow_for_ever(tensors: list[torch.Tensor]) -> None:
