@@ -161,8 +161,8 @@ static bool is_small(const tp_core *core, size_t bytes) {
     return core->serve_small && bytes < core->pager.large_min_bytes;
 }
 
-static tp_status alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags, bool small,
-                       tp_addr *out, tp_oom *oom, tp_error *error) {
+static tp_status alloc(tp_core *core, size_t bytes, tp_stream stream, uint32_t flags,
+                       bool small, tp_addr *out, tp_oom *oom, tp_error *error) {
     tp_pager *pager = &core->pager;
     const uint64_t waited_ns = tp_thread_waited_ns;
     const tp_status status =

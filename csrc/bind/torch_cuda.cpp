@@ -531,7 +531,8 @@ class CudaDoor final : public cca::CUDAAllocator {
         tp_core *core = serving_core(device, n, stream);
         if (core == nullptr) {
             tp_error error{};
-            auto data = native_with_room(device, n, &error, [n] { return native()->allocate(n); });
+            auto data =
+                native_with_room(device, n, &error, [n] { return native()->allocate(n); });
             if (C10_LIKELY(data.has_value())) {
                 own_deleter(*data);
                 fill_if_asked(data->get(), n, stream);

@@ -7,6 +7,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
@@ -204,6 +205,8 @@ class Recipe {
     std::vector<c10::IValue> stack; /* None where a tensor goes */
     std::vector<Input> inputs;
     std::vector<std::weak_ptr<Made>> outputs;
+    /* Some operators take another way, with other bits, where nothing is to be differentiated. */
+    bool grad_mode = c10::GradMode::is_enabled();
     uint64_t kind = 0;
     uint32_t depth = 0; /* recipes in a row that it keeps */
     bool valid = true;  /* no input has been written */
@@ -351,6 +354,13 @@ Dropped *dropped_of(c10::StorageImpl *storage) {
         return nullptr;
     }
     return static_cast<Dropped *>(data.get_context());
+}
+
+/* Null: it has its bytes. What the storage holds ends when they come back, this does not. */
+std::shared_ptr<Made> dropped_made(c10::StorageImpl *storage) {
+    const Guard guard(registry().mutex);
+    const Dropped *dropped = dropped_of(storage);
+    return dropped != nullptr ? dropped->made : nullptr;
 }
 
 tp_addr addr_of_storage(c10::StorageImpl *storage) {
@@ -781,7 +791,7 @@ class Quiet {
                 c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                     c10::autocast_dispatch_keyset | c10::python_ks),
           device_(recipe.stream.device()), first_(recipe.stream),
-          now_(current_stream(recipe.stream.device())),
+          now_(current_stream(recipe.stream.device())), grad_mode_(recipe.grad_mode),
           numerics_(in_force(kRuleNumerics) ? recipe.numerics : Numerics::now()) {
         rerunning = true;
         tp_bind_keep_python_out(true);
@@ -812,18 +822,19 @@ class Quiet {
     const c10::impl::ForceDispatchKeyGuard keys_;
     const c10::OptionalDeviceGuard device_;
     const c10::Stream first_, now_;
+    const c10::AutoGradMode grad_mode_;
     const NumericsGuard numerics_;
 };
 
-void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again, bool for_operator);
+void bring_back_or_throw(std::shared_ptr<Made> made, Again &again, bool for_operator);
 
 std::vector<at::Tensor> execute(const std::shared_ptr<Recipe> &recipe, Again &again);
 
 c10::Storage bytes_of(const Input &input, Again &again) {
     auto storage = input.storage.lock();
     if (storage != nullptr) {
-        Dropped *dropped = dropped_of(storage.get());
-        if (dropped != nullptr) bring_back_or_throw(dropped->made, again, true);
+        auto made = dropped_made(storage.get());
+        if (made != nullptr) bring_back_or_throw(std::move(made), again, true);
         const bool empty = addr_of_storage(storage.get()) == 0 && input.bytes > 0;
         if (storage->nbytes() != input.bytes || empty) {
             throw std::runtime_error("the storage of an input has been resized");
@@ -929,8 +940,15 @@ void unpark_or_throw(const std::shared_ptr<Made> &made, const c10::StorageImpl &
     take_block(made, addr);
 }
 
-/* Also what else the recipe makes. Throws what the operator throws; the storage says why then. */
-void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again, bool for_operator) {
+/* What is parked has its bytes, and its own way back. */
+bool is_to_be_made(const Made &made) {
+    const Guard guard(registry().mutex);
+    return made.dropped != nullptr && made.dropped->deleter == nullptr;
+}
+
+/* Also what else the recipe makes. Throws what the operator throws; the storage says why then. `made` may be
+ * the last to hold what it stands for. */
+void bring_back_or_throw(std::shared_ptr<Made> made, Again &again, bool for_operator) {
     c10::intrusive_ptr<c10::StorageImpl> alive; /* let go of with nothing held */
     const Guard lock(rerun_mutex());
     bool parked = false;
@@ -953,7 +971,7 @@ void bring_back_or_throw(const std::shared_ptr<Made> &made, Again &again, bool f
         const auto outputs = execute(recipe, again);
         for (size_t i = 0; i < outputs.size() && i < recipe->outputs.size(); i++) {
             const auto its = recipe->outputs[i].lock();
-            if (its == nullptr || its->dropped == nullptr) continue;
+            if (its == nullptr || !is_to_be_made(*its)) continue;
             if (outputs[i].storage().nbytes() != its->bytes) {
                 throw std::runtime_error("it has made a tensor of another size");
             }
@@ -1274,12 +1292,7 @@ bool bring_back_touched(const std::vector<Touch> &touches, bool for_operator) {
     for (const Touch &touch : touches) {
         writes = writes || touch.write;
         if (C10_LIKELY(addr_of_storage(touch.storage) != 0)) continue;
-        std::shared_ptr<Made> made;
-        {
-            const Guard guard(registry().mutex);
-            Dropped *dropped = dropped_of(touch.storage);
-            if (dropped != nullptr) made = dropped->made;
-        }
+        const auto made = dropped_made(touch.storage);
         if (made != nullptr) all = bring_back(made, for_operator) && all;
     }
     for (const Touch &touch : touches) {

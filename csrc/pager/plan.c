@@ -486,8 +486,7 @@ static void note_memory(planner *p) {
     const tp_model *m = &p->model;
     uint64_t *least = &p->least_free[op_at(p, m->point + m->trace->op_count - 1)];
     *least = smaller(*least, m->free_bytes);
-    p->plan->peak_bytes =
-        larger(p->plan->peak_bytes, m->config.budget_bytes - m->free_bytes);
+    p->plan->peak_bytes = larger(p->plan->peak_bytes, m->config.budget_bytes - m->free_bytes);
 }
 
 /* Runs until the operator at `point` is next. False: it came to a standstill. */

@@ -123,8 +123,8 @@ static void merge_extra(tp_plan *plan, const tp_model *m, const extra_evictions 
                         tp_act *merged) {
     uint32_t own = 0, extra = 0, count = 0;
     while (own < plan->act_count || extra < it->count) {
-        const bool is_own = extra == it->count || (own < plan->act_count &&
-                                                   plan->acts[own].op <= it->acts[extra].op);
+        const bool is_own = extra == it->count ||
+                            (own < plan->act_count && plan->acts[own].op <= it->acts[extra].op);
         merged[count++] = is_own ? plan->acts[own++] : it->acts[extra++];
     }
     free(plan->acts);
@@ -145,8 +145,7 @@ static bool evict_before(tp_plan *plan, const tp_model *m) {
                           .last = calloc(m->unit_count + 1, sizeof *it.last),
                           .acts = malloc((plan->act_count + 1) * sizeof *it.acts)};
     tp_act *merged = malloc((2 * (size_t)plan->act_count + 1) * sizeof *merged);
-    const bool made =
-        it.first != NULL && it.last != NULL && it.acts != NULL && merged != NULL;
+    const bool made = it.first != NULL && it.last != NULL && it.acts != NULL && merged != NULL;
     if (made) find_extra(plan, m, &it);
     if (made)
         merge_extra(plan, m, &it, merged);

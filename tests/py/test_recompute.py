@@ -150,6 +150,34 @@ def test_training_whose_saved_tensors_have_no_address_has_the_same_bits(name, st
         assert (count > 0) == dropped
 
 
+@pytest.fixture
+def turns():
+    """What modules make is dropped and parked in turns."""
+    count = 0
+
+    def turn(*_):
+        nonlocal count
+        count += 1
+        recompute.force(True, park=count % 3 == 0)
+
+    handle = nn.modules.module.register_module_forward_hook(turn)
+    yield
+    handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_reruns_over_what_is_parked_have_the_same_bits(name, turns):
+    program, dropped = PROGRAMS[name]
+    expected = run(program)
+    with forced(budget="1500 KiB") as drops:
+        assert run(program) == expected
+        parks = torchpager.stats().parks.count
+        if dropped:
+            assert drops.count > 0
+            assert parks > 0
+
+
 def trained(seed, results):
     """What a small network comes to. It ends in ``results``, or what it raises does."""
     generator = torch.Generator().manual_seed(seed)
