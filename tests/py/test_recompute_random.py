@@ -16,6 +16,9 @@ from recompute_programs import all_bits, forced
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import torchpager
+from torchpager import recompute
+
 PROGRAMS = 200
 CHUNK = 25
 OPERATORS = 24
@@ -206,10 +209,11 @@ class Program:
         *(part_of_backward, data_written_unseen),
     )
 
-    def run(self):
+    def run(self, before=lambda: None):
         """Everything that anybody can see of it, errors too."""
         try:
             for _ in range(OPERATORS):
+                before()
                 made = self.random.choice(self.STEPS)(self)
                 if made is not None:
                     self.pool.append(made)
@@ -256,10 +260,17 @@ def chunks():
     return [(1000 * chunk, CHUNK) for chunk in range(PROGRAMS // CHUNK)]
 
 
+def turns(seed):
+    """What switches between drops and parking, as a seed says."""
+    choices = random.Random(seed)
+    return lambda: recompute.force(True, park=choices.random() < 0.5)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("little_garbage")
+@pytest.mark.parametrize("in_turns", [False, True], ids=["dropped", "dropped and parked"])
 @pytest.mark.parametrize(("first", "count"), chunks(), ids=str)
-def test_random_programs_have_the_same_bits(first, count):
+def test_random_programs_have_the_same_bits(first, count, in_turns):
     expected = {}
     for seed in itertools.count(first):
         bits = natively(seed)
@@ -270,8 +281,10 @@ def test_random_programs_have_the_same_bits(first, count):
     different = []
     with forced() as drops:
         for seed, bits in expected.items():
-            if Program(seed).run() != bits:
+            program = Program(seed)
+            if (program.run(turns(seed)) if in_turns else program.run()) != bits:
                 different.append(seed)
-        dropped = drops.count
+        dropped, parked = drops.count, torchpager.stats().parks.count
     assert not different, f"TORCHPAGER_TEST_SEED={different[0]} (all of {different})"
-    assert dropped >= 2 * count
+    assert dropped + (parked if in_turns else 0) >= 2 * count
+    assert parked > 0 or not in_turns
