@@ -36,13 +36,13 @@ IN_PLACE = PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long test-gpu-ops bench bench-plot \
-        replay \
+.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long test-gpu-memcheck \
+        test-gpu-ops bench bench-plot replay \
         judge judge-tenth fault stress asan tsan mechanisms lint format types cover docs ptx check \
         clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 venv: $(STAMP) ## make .venv with torch and every tool
 
@@ -73,6 +73,9 @@ test-gpu: ## on a GPU machine, with its own python and torch: C contract on CUDA
 
 test-gpu-long: ## there too, what takes minutes; PART="live gpt_bits" (or recompute models overhead regions)
 	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py --long $(PART) -- $(PYTEST_ARGS)
+
+test-gpu-memcheck: ## there too: the contract and the core of tests/gpu under compute-sanitizer, 4 minutes
+	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py --memcheck $(PART) -- $(PYTEST_ARGS)
 
 test-gpu-ops: ## there too: PyTorch's operator samples, 7 minutes of them; run it again for the rest
 	$(PYTHON) setup.py --quiet build_ext --inplace

@@ -3,6 +3,7 @@
     python tests/gpu_parts.py                 # every part of make test-gpu
     python tests/gpu_parts.py new scenarios   # these
     python tests/gpu_parts.py --long live gpt_bits -- -x
+    python tests/gpu_parts.py --memcheck      # the core of them, under compute-sanitizer
 
 Every part runs, whatever became of those before it: it has its share of the time for sure, and
 what they have left as well. A part that takes longer is interrupted, so that it can say what it
@@ -42,6 +43,15 @@ MEASURED = f"tests/gpu/{CHUNKS}::test_step_time_of_200_million_parameters"
 LAST = ("test_regions.py",)
 # Of make test-gpu-long, by file; those of CHUNKS are only there where there is no xdist.
 LONG = ("live", "recompute", "gpt_bits", "models", "overhead", "regions", "optimizer_chunks")
+
+# Under it a program takes several times as long; an access outside of what is allocated fails.
+MEMCHECK = (
+    "compute-sanitizer",
+    "--tool=memcheck",
+    "--report-api-errors=no",  # tests have the driver refuse things
+    "--error-exitcode=99",
+)
+CORE = ("test_doors.py", "test_pluggable.py", "test_blind_writers.py")
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,17 @@ def long_parts(names: Sequence[str]) -> list[Part]:
     ]
 
 
+def memcheck_parts() -> list[Part]:
+    """Return those of make test-gpu-memcheck."""
+    contract = ("make", "-C", "tests/c", "test-cuda", f"RUN={' '.join(MEMCHECK)}")
+    pytest = pytest_part("core", 170, "-m", "not long", *(f"tests/gpu/{name}" for name in CORE))
+    return [
+        build_part(),
+        Part("contract", 60, contract),
+        Part(pytest.name, pytest.share_s, (*MEMCHECK, *pytest.command), is_pytest=True),
+    ]
+
+
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """End what a part has left behind."""
     with suppress(ProcessLookupError):
@@ -193,14 +214,18 @@ def main(argv: Sequence[str]) -> int:
     own, for_pytest = argv[:split], argv[split + 1 :]
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--long", action="store_true", help=f"parts: {', '.join(LONG)}")
+    parser.add_argument(
+        "--memcheck", action="store_true", help=f"{', '.join(CORE)} under compute-sanitizer"
+    )
     parser.add_argument("part", nargs="*", help="these only")
     options = parser.parse_args(own)
-    possible = LONG if options.long else [each.name for each in usual_parts()[1:]]
+    usual = memcheck_parts() if options.memcheck else usual_parts()
+    possible = LONG if options.long else [each.name for each in usual[1:]]
     wrong = [name for name in options.part if name not in possible]
     if wrong or (options.long and not options.part):
         print(f"PART is one or several of: {' '.join(possible)}", file=sys.stderr)
         return 2
-    parts = long_parts(options.part) if options.long else usual_parts()
+    parts = long_parts(options.part) if options.long else usual
     wanted = [part for part in parts if part.needed or part.name in (options.part or possible)]
     wanted = [
         replace(part, command=(*part.command, *for_pytest)) if part.is_pytest else part

@@ -42,9 +42,7 @@ typedef struct planner {
     bool recording, settled, no_memory; /* settled: the round written down ends as it began */
     tp_plan *plan;
     uint32_t act_capacity;
-    /* Of each operator, in the round written down: when it started, and the least bytes free until the
-     * next one did. */
-    uint64_t *began_ns, *least_free;
+    tp_plan_times *times; /* of the round written down, by operator */
 } planner;
 
 void tp_plan_config_init(tp_plan_config *config, uint64_t budget_bytes) {
@@ -140,7 +138,8 @@ static void turn_round(planner *p) {
     p->recording = true;
     p->plan->act_count = 0;
     p->plan->in_bytes = p->plan->out_bytes = p->plan->peak_bytes = 0;
-    for (uint32_t op = 0; op < p->model.trace->op_count; op++) p->least_free[op] = UINT64_MAX;
+    for (uint32_t op = 0; op < p->model.trace->op_count; op++)
+        p->times[op].least_free = UINT64_MAX;
 }
 
 /* ---- memory ---------------------------------------------------------------------------------- */
@@ -327,6 +326,14 @@ static void release_operands(planner *p, uint32_t op) {
     }
 }
 
+static void note_memory(planner *p) {
+    if (!p->recording) return;
+    const tp_model *m = &p->model;
+    tp_plan_times *running = &p->times[op_at(p, m->point + m->trace->op_count - 1)];
+    running->least_free = smaller(running->least_free, m->free_bytes);
+    p->plan->peak_bytes = larger(p->plan->peak_bytes, m->config.budget_bytes - m->free_bytes);
+}
+
 static bool start_op(planner *p) {
     tp_model *m = &p->model;
     const uint32_t op = op_at(p, m->point);
@@ -336,9 +343,11 @@ static bool start_op(planner *p) {
     bear(p, op);
     p->op_left_ns = take_operands(p, op);
     p->running = true;
-    p->began_ns[op] = p->now_ns;
+    p->times[op].began_ns = p->now_ns;
+    p->times[op].begin_free = m->free_bytes;
     m->point++;
     if (m->point % m->trace->op_count == 0) turn_round(p);
+    note_memory(p);
     (void)make_room(p, headroom(p), m->point + m->config.headroom_ops);
     return true;
 }
@@ -482,13 +491,6 @@ static bool pass_time(planner *p) {
     return true;
 }
 
-static void note_memory(planner *p) {
-    const tp_model *m = &p->model;
-    uint64_t *least = &p->least_free[op_at(p, m->point + m->trace->op_count - 1)];
-    *least = smaller(*least, m->free_bytes);
-    p->plan->peak_bytes = larger(p->plan->peak_bytes, m->config.budget_bytes - m->free_bytes);
-}
-
 /* Runs until the operator at `point` is next. False: it came to a standstill. */
 static bool run_to(planner *p, uint64_t point) {
     tp_model *m = &p->model;
@@ -496,7 +498,7 @@ static bool run_to(planner *p, uint64_t point) {
         bool moved = true;
         while (moved)
             moved = (m->point < point && start_op(p)) || start_fill(p) || start_write_back(p);
-        if (p->recording) note_memory(p);
+        note_memory(p);
         if (!pass_time(p)) return false;
     }
     return true;
@@ -541,8 +543,7 @@ static tp_status run_rounds(planner *p, tp_error *error) {
         runs = run_to(p, (uint64_t)round * ops);
     }
     p->plan->step_ns = p->now_ns - began_ns;
-    if (runs && !p->no_memory)
-        p->no_memory = !tp_plan_haste(p->plan, &p->model, p->began_ns, p->least_free);
+    if (runs && !p->no_memory) p->no_memory = !tp_plan_haste(p->plan, &p->model, p->times);
     if (!runs)
         return tp_error_set(error, TP_OUT_OF_MEMORY, "operator %u cannot get its operands",
                             op_at(p, p->model.point));
@@ -560,15 +561,13 @@ static tp_status plan_one_way(const tp_trace *trace, const tp_plan_config *confi
     tp_status status = tp_model_init(&p.model, trace, config, stream, error);
     if (status != TP_OK) return status;
     p.early = malloc(((size_t)p.model.unit_count + 1) * sizeof *p.early);
-    p.began_ns = malloc(((size_t)trace->op_count + 1) * sizeof *p.began_ns);
-    p.least_free = malloc(((size_t)trace->op_count + 1) * sizeof *p.least_free);
-    if (p.early == NULL || p.began_ns == NULL || p.least_free == NULL)
+    p.times = calloc((size_t)trace->op_count + 1, sizeof *p.times);
+    if (p.early == NULL || p.times == NULL)
         status = tp_error_set(error, TP_NO_HOST_MEMORY, "no memory to plan in");
     else
         status = run_rounds(&p, error);
     free(p.early);
-    free(p.began_ns);
-    free(p.least_free);
+    free(p.times);
     tp_model_fini(&p.model);
     if (status != TP_OK)
         tp_plan_fini(&plan);

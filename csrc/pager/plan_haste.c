@@ -16,11 +16,11 @@ static bool same_extent(const tp_act *a, const tp_act *b) {
 }
 
 /* The first operator that starts less than `ahead_ns` before operator `op`, or that one. */
-static uint32_t soon_from(const uint64_t *began_ns, uint32_t op, uint64_t ahead_ns) {
+static uint32_t soon_from(const tp_plan_times *times, uint32_t op, uint64_t ahead_ns) {
     uint32_t low = 0, high = op;
     while (low < high) {
         const uint32_t middle = low + (high - low) / 2;
-        if (began_ns[middle] + ahead_ns < began_ns[op])
+        if (times[middle].began_ns + ahead_ns < times[op].began_ns)
             low = middle + 1;
         else
             high = middle;
@@ -58,12 +58,12 @@ static void hasten_eviction(tp_plan *plan, uint32_t from, uint32_t op) {
     if (op < act.op) move_up(plan, from, to, op);
 }
 
-static void hasten_evictions(tp_plan *plan, const tp_model *m, const uint64_t *began_ns) {
+static void hasten_evictions(tp_plan *plan, const tp_model *m, const tp_plan_times *times) {
     for (uint32_t i = 0; i < plan->act_count; i++) {
         const tp_act *act = &plan->acts[i];
         if (act->kind != TP_ACT_EVICT) continue;
         const uint32_t idle = idle_from(m, act->block, act->op);
-        const uint32_t soon = soon_from(began_ns, act->op, m->config.evict_ahead_ns);
+        const uint32_t soon = soon_from(times, act->op, m->config.evict_ahead_ns);
         hasten_eviction(plan, i, idle > soon ? idle : soon);
     }
 }
@@ -159,23 +159,35 @@ static bool evict_before(tp_plan *plan, const tp_model *m) {
 
 /* ---- fills ------------------------------------------------------------------------------- */
 
+/* What fills leave, for what the model does not know. */
+enum { LEFT_SHARE = 32 };
+
 /* The earliest operator from `op` on before which a fill may come that the plan has before operator
- * `until`: it takes its memory from when the operator before has started. */
-static uint32_t room_from(const uint64_t *least_free, uint32_t op, uint32_t until,
+ * `until`: it has its memory from then on, and what is evicted for others may only come behind. */
+static uint32_t room_from(const tp_plan_times *times, uint32_t op, uint32_t until,
                           uint64_t bytes) {
+    if (until == 0 || times[until - 1].begin_free < bytes) return until;
     uint32_t from = until;
-    while (from > op && from > 1 && least_free[from - 2] >= bytes) from--;
+    for (; from > op && from > 1; from--) {
+        const tp_plan_times *before = &times[from - 2];
+        if (before->begin_free < bytes || before->least_free < bytes) break;
+    }
     return from;
 }
 
-static void hasten_fills(tp_plan *plan, const tp_model *m, const uint64_t *began_ns,
-                         uint64_t *least_free) {
+static void take_room(tp_plan_times *times, uint32_t op, uint32_t until, uint64_t bytes) {
+    for (uint32_t at = op; at < until; at++) times[at - 1].least_free -= bytes;
+    for (uint32_t at = op; at <= until; at++) times[at - 1].begin_free -= bytes;
+}
+
+static void hasten_fills(tp_plan *plan, const tp_model *m, tp_plan_times *times) {
+    const uint64_t left = m->config.budget_bytes / LEFT_SHARE;
     for (uint32_t i = 0; i < plan->act_count; i++) {
         const tp_act act = plan->acts[i];
         if (act.kind != TP_ACT_FILL) continue;
         const uint64_t bytes = m->units[unit_of(m, &act)].bytes;
-        uint32_t op = soon_from(began_ns, act.op, m->config.fill_ahead_ns);
-        op = room_from(least_free, op, act.op, bytes + m->config.budget_bytes / 32);
+        uint32_t op = soon_from(times, act.op, m->config.fill_ahead_ns);
+        op = room_from(times, op, act.op, bytes + left);
         uint32_t to = i;
         for (; to > 0 && plan->acts[to - 1].op >= op; to--) {
             const tp_act *before = &plan->acts[to - 1];
@@ -184,16 +196,14 @@ static void hasten_fills(tp_plan *plan, const tp_model *m, const uint64_t *began
             op = before->op;
             break;
         }
-        if (op >= act.op) continue;
-        for (uint32_t at = op; at < act.op; at++)
-            if (at > 0) least_free[at - 1] -= bytes;
+        if (op >= act.op || op == 0) continue;
+        take_room(times, op, act.op, bytes);
         move_up(plan, i, to, op);
     }
 }
 
-bool tp_plan_haste(tp_plan *plan, const tp_model *model, const uint64_t *began_ns,
-                   uint64_t *least_free) {
-    if (model->config.evict_ahead_ns > 0) hasten_evictions(plan, model, began_ns);
-    if (model->config.fill_ahead_ns > 0) hasten_fills(plan, model, began_ns, least_free);
+bool tp_plan_haste(tp_plan *plan, const tp_model *model, tp_plan_times *times) {
+    if (model->config.evict_ahead_ns > 0) hasten_evictions(plan, model, times);
+    if (model->config.fill_ahead_ns > 0) hasten_fills(plan, model, times);
     return !model->config.evict_before || evict_before(plan, model);
 }

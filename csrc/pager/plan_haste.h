@@ -16,10 +16,15 @@
 
 #include "pager/plan_model.h"
 
-/* `began_ns`: when each operator starts, in the model. `least_free`: of each operator, the least bytes
- * that are free until the next one starts; what fills take is taken off. False: no host memory, and the
- * plan is as good as before. */
-bool tp_plan_haste(tp_plan *plan, const tp_model *model, const uint64_t *began_ns,
-                   uint64_t *least_free);
+/* Of an operator, in the model. */
+typedef struct tp_plan_times {
+    uint64_t began_ns;
+    uint64_t begin_free; /* bytes, when its births have theirs */
+    uint64_t least_free; /* from then on until the next operator begins */
+} tp_plan_times;
+
+/* `times`: of each operator; what fills take earlier is taken off. False: no host memory, and the plan is
+ * as good as before. */
+bool tp_plan_haste(tp_plan *plan, const tp_model *model, tp_plan_times *times);
 
 #endif

@@ -83,25 +83,23 @@ static const tp_trace_operand *operand_of(const scene *s, uint32_t op, uint32_t 
     return NULL;
 }
 
-/* Whether the plan leaves an operand of operator `op` in HOST. */
-static bool is_left(const walk *w, uint32_t op, uint32_t block, uint32_t extent) {
+/* Whether the plan leaves an operand of operator `op` in HOST: all of it, but for what is resident. */
+static bool is_left(const walk *w, uint32_t op, uint32_t block) {
     for (uint32_t i = 0; i < w->plan->act_count; i++) {
         const tp_act *it = &w->plan->acts[i];
-        if (it->kind == TP_ACT_LEAVE && it->op == op && it->block == block &&
-            it->extent == extent)
-            return true;
+        if (it->kind == TP_ACT_LEAVE && it->op == op && it->block == block) return true;
     }
     return false;
 }
 
-/* How many operators until an extent that is alive before operator `op` is needed;
+/* How many operators until a block that is alive before operator `op` is needed;
  * UINT32_MAX: it dies before. */
-static uint32_t distance(const walk *w, uint32_t op, uint32_t block, uint32_t extent) {
+static uint32_t distance(const walk *w, uint32_t op, uint32_t block) {
     const scene *s = w->s;
     for (uint32_t i = 0; i < s->trace.op_count; i++) {
         const uint32_t at = (op + i) % s->trace.op_count;
         if (s->blocks[block].born_op == at) break;
-        if (operand_of(s, at, block) != NULL && !is_left(w, at, block, extent)) return i;
+        if (operand_of(s, at, block) != NULL && !is_left(w, at, block)) return i;
         if (s->blocks[block].dead_op == at) break;
     }
     return UINT32_MAX;
@@ -133,12 +131,12 @@ static void claim(walk *w, uint64_t bytes) {
 static void walk_fill(walk *w, const tp_act *act) {
     const uint32_t b = act->block, e = act->extent;
     EXPECT(!w->resident[b][e]);
-    const uint32_t mine = distance(w, act->op, b, e);
+    const uint32_t mine = distance(w, act->op, b);
     EXPECT(mine != UINT32_MAX);
     /* In order of next use. */
     for (uint32_t i = 0; i < w->s->trace.block_count; i++)
         for (uint32_t j = 0; j < extents_of(w->s, i); j++)
-            if (w->alive[i] && !w->resident[i][j]) EXPECT(distance(w, act->op, i, j) >= mine);
+            if (w->alive[i] && !w->resident[i][j]) EXPECT(distance(w, act->op, i) >= mine);
     claim(w, bytes_of(w->s, b, e));
     w->resident[b][e] = true;
     w->dirty[b][e] = false;
@@ -177,7 +175,7 @@ static void walk_evict(walk *w, const tp_act *act) {
     EXPECT(w->resident[b][e] && !w->dirty[b][e]);
     if (w->running != TP_NO_OP && operand_of(w->s, w->running, b) != NULL) end_running(w);
     EXPECT(w->alive[b]);
-    const uint32_t mine = distance(w, act->op, b, e);
+    const uint32_t mine = distance(w, act->op, b);
     EXPECT(mine > 0);
     /* The farthest next use, but that what is refilled for the next step goes before what stays
      * until then, on both sides of the boundary. What is left in HOST where it happens to be resident is no use, but that does
@@ -187,14 +185,14 @@ static void walk_evict(walk *w, const tp_act *act) {
     for (uint32_t i = 0; i < w->s->trace.block_count && !w->s->ops[0].streams; i++)
         for (uint32_t j = 0; j < extents_of(w->s, i); j++)
             if (is_candidate(w, act, i, j) && !refilled_for_a_step)
-                EXPECT(mine >= distance(w, act->op, i, j));
-    /* Without headroom the next act says what it was for: a fill, or else the births of this
-     * operator. */
+                EXPECT(mine >= distance(w, act->op, i));
+    /* Without headroom the next act says what it was for: a fill, unless that has been moved up, or else
+     * the births of this operator. */
     const tp_act *next = act, *end = w->plan->acts + w->plan->act_count;
     while (next < end && next->op == act->op && next->kind == TP_ACT_EVICT) next++;
-    if (w->s->config.headroom_ops == 0 && next < end && next->op == act->op &&
-        next->kind == TP_ACT_FILL)
-        EXPECT(mine > distance(w, act->op, next->block, next->extent));
+    const bool in_place = w->s->config.headroom_ops == 0 && w->s->config.fill_ahead_ns == 0;
+    if (in_place && next < end && next->op == act->op && next->kind == TP_ACT_FILL)
+        EXPECT(mine > distance(w, act->op, next->block));
     w->resident[b][e] = false;
     w->used_bytes -= bytes_of(w->s, b, e);
 }
@@ -272,7 +270,7 @@ static void walk_begin(walk *w) {
         if (!w->alive[b]) continue;
         if (extents_of(s, b) == 0) w->used_bytes += its->bytes;
         for (uint32_t e = 0; e < extents_of(s, b); e++) {
-            const uint32_t used = distance(w, 0, b, e);
+            const uint32_t used = distance(w, 0, b);
             const tp_act *first = first_of(w, b, e);
             /* Without an act: used as it is. One never used is not told from one in HOST. */
             bool resident = used != UINT32_MAX, dirty = resident;
@@ -723,6 +721,87 @@ TEST(evictions_go_ahead_where_the_extent_is_idle) {
         tp_plan_fini(&plan);
     }
     EXPECT(moved > 0);
+}
+
+/* A fill that is begun early takes its memory early: the walk sees that there is some. Fills keep their
+ * order. */
+TEST(fills_go_ahead_where_there_is_memory) {
+    uint64_t state = test_seed();
+    uint32_t moved = 0;
+    for (unsigned round = 0; round < test_rounds(300) && test_failures() == 0; round++) {
+        scene s;
+        random_scene(&s, &state);
+        tp_plan plan, ahead;
+        make(&s, &plan);
+        s.config.fill_ahead_ns = 300;
+        make(&s, &ahead);
+        EXPECT_EQ(ahead.act_count, plan.act_count);
+        uint32_t other = 0;
+        for (uint32_t i = 0; i < ahead.act_count; i++) {
+            const tp_act *it = &ahead.acts[i];
+            EXPECT(i == 0 || it->op >= ahead.acts[i - 1].op);
+            if (it->kind != TP_ACT_FILL) continue;
+            while (plan.acts[other].kind != TP_ACT_FILL) other++;
+            const tp_act *then = &plan.acts[other++];
+            EXPECT(it->block == then->block && it->extent == then->extent);
+            EXPECT(it->op <= then->op);
+            moved += it->op < then->op;
+        }
+        tp_plan_fini(&ahead);
+        tp_plan_fini(&plan);
+    }
+    EXPECT(moved > 0);
+}
+
+/* The first act of an extent in a plan; NULL: it has none. */
+static const tp_act *first_act_of(const tp_plan *plan, const tp_act *act) {
+    for (uint32_t i = 0; i < plan->act_count; i++)
+        if (plan->acts[i].block == act->block && plan->acts[i].extent == act->extent)
+            return &plan->acts[i];
+    return NULL;
+}
+
+static bool supposes(const tp_plan *plan, const tp_act *act) {
+    for (uint32_t i = 0; i < plan->resident_count; i++)
+        if (plan->resident[i].block == act->block && plan->resident[i].extent == act->extent)
+            return true;
+    return false;
+}
+
+/* Where the acts of `ahead` are not those of `plan`: evictions in the step before. */
+TEST(what_goes_early_in_a_step_goes_in_the_step_before) {
+    uint64_t state = test_seed();
+    uint32_t added = 0;
+    for (unsigned round = 0; round < test_rounds(300) && test_failures() == 0; round++) {
+        scene s;
+        random_scene(&s, &state);
+        tp_plan plan, ahead;
+        make(&s, &plan);
+        s.config.evict_before = true;
+        MUST_OK(tp_plan_make(&s.trace, &s.config, &ahead, &test_error));
+        uint32_t own = 0;
+        for (uint32_t i = 0; i < ahead.act_count; i++) {
+            const tp_act *it = &ahead.acts[i];
+            EXPECT(i == 0 || it->op >= ahead.acts[i - 1].op);
+            if (own < plan.act_count && memcmp(it, &plan.acts[own], sizeof *it) == 0) {
+                own++;
+                continue;
+            }
+            added++;
+            const tp_act *then = first_act_of(&plan, it);
+            MUST(then != NULL && it->kind == TP_ACT_EVICT && then->kind == TP_ACT_EVICT);
+            EXPECT(!used_in(&s, it->block, it->op, s.trace.op_count));
+            EXPECT(!used_in(&s, it->block, 0, then->op));
+            EXPECT(supposes(&plan, it) && !supposes(&ahead, it));
+            for (uint32_t k = i + 1; k < ahead.act_count; k++)
+                EXPECT(ahead.acts[k].block != it->block || ahead.acts[k].extent != it->extent);
+        }
+        EXPECT_EQ(own, plan.act_count);
+        EXPECT_EQ(plan.resident_count - ahead.resident_count, ahead.act_count - plan.act_count);
+        tp_plan_fini(&ahead);
+        tp_plan_fini(&plan);
+    }
+    EXPECT(added > 0);
 }
 
 TEST(operators_that_do_not_fit_are_refused_at_any_budget_below) {
