@@ -279,13 +279,27 @@ static bool step(tp_pager *pager, tp_extent *extent) {
     return true;
 }
 
-bool tp_evict_step(tp_pager *pager) {
-    bool moved = false;
-    tp_markers_look(&pager->markers);
+static bool is_leaving(const tp_extent *extent) {
+    return extent->state == TP_EXTENT_CLEAN && extent->evict;
+}
+
+/* One step of the first that can make one. */
+static bool step_one(tp_pager *pager, bool leaving, bool others) {
     for (tp_link *link = pager->inflight.next; link != &pager->inflight; link = link->next) {
-        moved = step(pager, TP_CONTAINER(link, tp_extent, inflight));
-        if (moved) break; /* the link may be gone */
+        tp_extent *extent = TP_CONTAINER(link, tp_extent, inflight);
+        if (!(is_leaving(extent) ? leaving : others)) continue;
+        if (step(pager, extent)) return true; /* the link may be gone */
     }
+    return false;
+}
+
+/* An eviction takes the driver about as long as a copy takes the link: while nobody waits for memory, what
+ * is filled and what keeps the link busy comes first. */
+bool tp_evict_step(tp_pager *pager) {
+    tp_markers_look(&pager->markers);
+    const bool moved = tp_ticket_taken(pager)
+                           ? step_one(pager, true, true)
+                           : step_one(pager, false, true) || step_one(pager, true, false);
     tp_markers_look_away(&pager->markers);
     return moved;
 }
