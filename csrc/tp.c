@@ -98,6 +98,7 @@ tp_status tp_core_set_budget(tp_core *core, size_t device_bytes, size_t host_byt
                              tp_error *error) {
     tp_pager *pager = enter(core);
     const tp_status status = tp_resize_budget(pager, device_bytes, host_bytes, error);
+    if (!pager->offload && pager->armed) tp_arming_off(pager);
     leave_arming(core);
     return status;
 }

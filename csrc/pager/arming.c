@@ -3,6 +3,8 @@
 #include "pager/access.h"
 #include "pager/learn.h"
 
+enum { WAIT_NS = 1000000 };
+
 static tp_arming due(const tp_pager *pager) {
     if (pager->armed) return TP_ARM_FULL;
     return pager->watching ? TP_ARM_SAMPLE : TP_ARM_OFF;
@@ -57,6 +59,17 @@ void tp_arming_unknown(tp_pager *pager) {
     pager->heard_ns = tp_pager_now(pager);
     tp_pager_distrust(pager);
     tp_access_await_remaps(pager);
+}
+
+bool tp_arming_for_return(tp_pager *pager) {
+    if (pager->capture_depth > 0) return false;
+    pager->armed = true;
+    tell(pager);
+    while (tp_pager_gate_settling(pager) && !tp_pager_halted(pager)) {
+        tp_pager_wake(pager);
+        tp_pager_wait(pager, WAIT_NS);
+    }
+    return true;
 }
 
 void tp_arming_off(tp_pager *pager) {

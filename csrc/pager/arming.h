@@ -15,7 +15,10 @@ bool tp_arming_full(tp_pager *pager);
 /* An operator that perhaps nobody tells of is about to go on: no remap is in progress then, and none
  * begins for a while. */
 void tp_arming_unknown(tp_pager *pager);
-/* Offload has ended. */
+/* Offload has ended, but what it left in HOST is about to come home, and no mapping may change beside
+ * operators that nobody tells of: they are told of again, till tp_arming_off(). False: not now. */
+bool tp_arming_for_return(tp_pager *pager);
+/* Offload has ended, or what was in HOST has come home. */
 void tp_arming_off(tp_pager *pager);
 
 #endif

@@ -153,10 +153,12 @@ static void retire_cached(tp_pager *pager) {
 }
 
 /* Offload ends: what fits comes back, the rest stays readable where it is. The lock is dropped at each
- * block, so the walk starts anew; a block that was tried has become the most recently used one. */
+ * block, so the walk starts anew; a block that was tried has become the most recently used one. Pins
+ * and regions of other threads are waited for once, not at each block. */
 static void bring_all_back(tp_pager *pager) {
     if (pager->stats.host.current == 0) return;
     retire_cached(pager);
+    uint64_t in_vain_ns = 0;
     for (uint64_t tries = pager->stats.block_count; tries > 0; tries--) {
         tp_block *next = NULL;
         for (tp_link *link = pager->live.next; link != &pager->live && next == NULL;
@@ -168,9 +170,33 @@ static void bring_all_back(tp_pager *pager) {
                 if (block->tensor) next = block; /* else kernels nobody announces may use it */
             }
         }
-        if (next == NULL || tp_pager_halted(pager)) return;
-        (void)tp_access_bring_back(pager, next);
+        if (next == NULL || tp_pager_halted(pager) || in_vain_ns > PATIENCE_NS) return;
+        const uint64_t began = tp_pager_now(pager);
+        if (!tp_access_bring_back(pager, next)) in_vain_ns += tp_pager_now(pager) - began;
     }
+}
+
+/* Host frames that only mirror a resident extent are of no use without paging. */
+static void forget_copies(tp_pager *pager) {
+    for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
+        tp_block *block = TP_CONTAINER(link, tp_block, lru);
+        for (uint32_t i = 0; i < block->extent_count; i++) {
+            tp_extent *extent = &block->extents[i];
+            /* Nor is what we know of those in HOST, once writes are announced no more. */
+            if (!extent->busy &&
+                (extent->state == TP_EXTENT_CLEAN || extent->state == TP_EXTENT_HOST)) {
+                tp_extent_mark_written(pager, extent);
+            }
+        }
+    }
+    (void)tp_reclaim_release(pager, &pager->host_frames, SIZE_MAX);
+}
+
+/* What an earlier, smaller budget left in HOST comes home once paging has ended. */
+static void come_home(tp_pager *pager) {
+    if (pager->stats.host.current == 0 || !tp_arming_for_return(pager)) return;
+    bring_all_back(pager);
+    forget_copies(pager);
 }
 
 tp_status tp_resize_budget(tp_pager *pager, size_t device_bytes, size_t host_bytes,
@@ -184,8 +210,7 @@ tp_status tp_resize_budget(tp_pager *pager, size_t device_bytes, size_t host_byt
     negotiation_end(pager);
     pager->host_full = false;
     if (status == TP_OK) tp_plans_renew(pager);
-    /* What an earlier, smaller budget left in HOST comes home once paging has ended. */
-    if (status == TP_OK && !pager->offload) bring_all_back(pager);
+    if (status == TP_OK && !pager->offload) come_home(pager);
     tp_ticket_give(pager);
     return status;
 }
@@ -320,22 +345,6 @@ static void call_off_evictions(tp_pager *pager) {
         if (!extent->busy) extent->evict = extent->write_back = false;
     }
     tp_access_await_remaps(pager);
-}
-
-/* Host frames that only mirror a resident extent are of no use without paging. */
-static void forget_copies(tp_pager *pager) {
-    for (tp_link *link = pager->live.next; link != &pager->live; link = link->next) {
-        tp_block *block = TP_CONTAINER(link, tp_block, lru);
-        for (uint32_t i = 0; i < block->extent_count; i++) {
-            tp_extent *extent = &block->extents[i];
-            /* Nor is what we know of those in HOST, once writes are announced no more. */
-            if (!extent->busy &&
-                (extent->state == TP_EXTENT_CLEAN || extent->state == TP_EXTENT_HOST)) {
-                tp_extent_mark_written(pager, extent);
-            }
-        }
-    }
-    (void)tp_reclaim_release(pager, &pager->host_frames, SIZE_MAX);
 }
 
 tp_status tp_resize_offload(tp_pager *pager, bool offload, tp_error *error) {

@@ -190,6 +190,49 @@ def test_step_goes_on_when_the_budget_is_left_and_another_entered_before_backwar
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("outer", ["budget", "auto_offload"])
+def test_what_is_in_host_comes_home_whichever_context_is_left_last(outer):
+    contexts = [torchpager.budget("8 MiB"), torchpager.auto_offload()]
+    if outer == "auto_offload":
+        contexts.reverse()
+    with contexts[0], contexts[1]:
+        kept = tensors(10)
+        assert torchpager.stats().host.current > 0
+    assert {testing.state(x).where for x in kept} == {"resident"}
+    assert sum(testing.state(x).clean_extents for x in kept) == 0
+    assert torchpager.stats().host.current == 0
+    assert sums(kept) == expected(10)
+
+
+class Held(torch.autograd.Function):
+    """A region that stays open until it is told to end."""
+
+    @staticmethod
+    def forward(_ctx, x, begun, end):
+        begun.set()
+        assert end.wait(60)
+        return x + 1
+
+
+@pytest.mark.usefixtures("device")
+def test_leaving_beside_an_open_region_does_not_wait_at_each_block():
+    begun, end = threading.Event(), threading.Event()
+    held = threading.Thread(target=lambda: Held.apply(torch.ones(8), begun, end))
+    with torchpager.budget("100%"):
+        with torchpager.auto_offload(), torchpager.budget("4 MiB"):
+            kept = [torch.full((1 << 19,), float(i)) for i in range(24)]
+            held.start()
+            assert begun.wait(60)
+            began = time.monotonic()
+        took = time.monotonic() - began
+    end.set()
+    held.join()
+    assert torchpager.stats().host.current > 0
+    assert took < 0.8, f"{took:.1f} s for {len(kept)} blocks"
+    assert [x[0].item() for x in kept] == [float(i) for i in range(24)]
+
+
+@pytest.mark.usefixtures("device")
 def test_two_models_in_turn_each_with_its_own_budget():
     torch.manual_seed(0)
     models = [torch.nn.Linear(1024, 1024) for _ in range(2)]
