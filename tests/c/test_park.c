@@ -324,6 +324,19 @@ TEST(block_that_is_used_while_it_is_going_can_be_evicted_later) {
 
 static void evict_everything(void *arg) { (void)tp_evict_all(((rig *)arg)->core); }
 
+/* Parks a block, and fills what of it is in host memory, before anybody else comes by it. */
+static tp_status park_and_fill(rig *r, tp_addr addr, tp_dropped **out) {
+    tp_pager *pager = locked(r);
+    const tp_status status = tp_block_park(pager, addr, out, &test_error);
+    tp_block *block = tp_space_find(&pager->space, addr);
+    for (uint32_t i = 0; i < block->extent_count && status == TP_OK; i++)
+        if (block->extents[i].state == TP_EXTENT_HOST)
+            EXPECT(
+                tp_fill_start(pager, block, block->generation, &block->extents[i], 0, false));
+    tp_lock_drop(&pager->lock);
+    return status;
+}
+
 /* A part of it was in host memory, and is filled for a plan that wanted it before it was parked. */
 TEST(block_that_is_filled_while_it_is_going_stays) {
     rig r;
@@ -333,17 +346,7 @@ TEST(block_that_is_filled_while_it_is_going_stays) {
     tp_core_empty_cache(r.core);
     const size_t in_host = rig_info(&r, addr).host_bytes; /* some room is made ahead */
     EXPECT(in_host > 0 && in_host < BLOCK);
-    tp_dropped *dropped = park(&r, addr);
-    tp_region region = {0};
-    tp_region_begin(r.core, &region, NULL, 0, r.streams[3]); /* so that it does not get far */
-    tp_pager *pager = locked(&r);
-    tp_block *block = tp_space_find(&pager->space, addr);
-    for (uint32_t i = 0; i < block->extent_count; i++)
-        if (block->extents[i].state == TP_EXTENT_HOST)
-            EXPECT(
-                tp_fill_start(pager, block, block->generation, &block->extents[i], 0, false));
-    tp_lock_drop(&pager->lock);
-    tp_region_end(&region);
+    tp_dropped *dropped = rig_gone_soon(&r, addr, park_and_fill);
     MUST(rig_returns(evict_everything, &r, 10));
     rig_op(&r, 0, unpark(&r, dropped, 0), BLOCK, 7, false);
     rig_close_right(&r);

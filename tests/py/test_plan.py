@@ -82,8 +82,8 @@ def test_plan_is_carried_out_as_its_model_says_inside_the_budget(seed):
     outcomes = [machine.run_step() for _ in range(6)]
     last = outcomes[-1]
     assert last.misses == 0
-    # Claims come a little earlier than in the model, which now and then saves a little.
-    assert plan.step_ms * 0.97 <= last.step_ms <= plan.step_ms * 1.001
+    # Acts come a little earlier than in the model, which now and then saves a little.
+    assert plan.step_ms * 0.95 <= last.step_ms <= plan.step_ms * 1.001
     assert (last.in_bytes, last.out_bytes) == (plan.in_bytes, plan.out_bytes)
     assert last.step_ms >= roof - 0.001
 
@@ -105,7 +105,8 @@ def test_recorded_trace_stays_near_its_bound(name, share, most):
     trace = torchpager.load_trace(BENCHMARKS / f"traces/{name}.trace.gz")
     row = replay.row_of(trace, share, bounds, 0.0)
     assert row["roof_ms"] * 0.98 <= row["step_ms"] <= row["roof_ms"] * most
-    assert row["step_ms"] == pytest.approx(row["planned_ms"], rel=0.04)
+    # Steps of several kinds: what one sends away for the next of its kind the one between may keep.
+    assert row["step_ms"] == pytest.approx(row["planned_ms"], rel=0.05)
     assert row["held_bytes"] <= int(row["peak_bytes"] * share)
 
 
