@@ -369,7 +369,8 @@ def test_small_request_is_ours_where_the_native_allocator_finds_no_room() -> Non
         large = filled(9, mib=48)
         stays = torchpager.pin(large)
         # It would take a segment of 20 MiB from the driver for each sixteen of them.
-        small = [torch.full((1280 << 10,), i, dtype=torch.uint8, device="cuda") for i in range(40)]
+        size = 1280 << 10
+        small = [torch.full((size,), i, dtype=torch.uint8, device="cuda") for i in range(40)]
         assert any(is_ours(tensor) for tensor in small)
         assert [int(tensor.max()) for tensor in small] == list(range(40))
         stats = torchpager.stats()

@@ -105,7 +105,7 @@ def test_recorded_trace_stays_near_its_bound(name, share, most):
     trace = torchpager.load_trace(BENCHMARKS / f"traces/{name}.trace.gz")
     row = replay.row_of(trace, share, bounds, 0.0)
     assert row["roof_ms"] * 0.98 <= row["step_ms"] <= row["roof_ms"] * most
-    # Steps of several kinds: what one sends away for the next of its kind the one between may keep.
+    # What a step sends away for the next of its kind, one between them may keep.
     assert row["step_ms"] == pytest.approx(row["planned_ms"], rel=0.05)
     assert row["held_bytes"] <= int(row["peak_bytes"] * share)
 

@@ -166,8 +166,9 @@ def turns():
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.usefixtures("turns")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_reruns_over_what_is_parked_have_the_same_bits(name, turns):
+def test_reruns_over_what_is_parked_have_the_same_bits(name):
     program, dropped = PROGRAMS[name]
     expected = run(program)
     with forced(budget="1500 KiB") as drops:
