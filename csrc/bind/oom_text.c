@@ -59,7 +59,8 @@ static void put_figures(writer *out, const tp_oom *oom) {
     put_bound(out, " Budget ", oom->budget_bytes);
     put_size(out, "; resident ", oom->resident_bytes);
     put_size(out, ", of these pinned ", oom->pinned_bytes);
-    put_size(out, " and never seen as an operand ", oom->unseen_bytes);
+    /* Without offload nobody tells of operands. */
+    if (oom->offload) put_size(out, " and never seen as an operand ", oom->unseen_bytes);
     put_size(out, "; free frames kept ", oom->cached_bytes);
     put_size(out, "; in HOST ", oom->host_bytes);
     put_size(out, "; host memory used ", oom->host_held_bytes);

@@ -1145,8 +1145,9 @@ Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *
     for (const c10::Storage &leaf : leaves) r.dependents[leaf.unsafeGetStorageImpl()];
     c10::DataPtr &slot = storage->_mutable_data_ptr_no_checks();
     if (park && slot.get_context() != slot.get()) return Drop::NEVER;
-    std::string why = std::string(kGivenUp) + "code that it does not see has asked for them: "
-                                              "torchpager.pin() keeps a tensor as it is";
+    std::string why = std::string(kGivenUp) +
+                      "code that it does not see, or a forked child, has asked for them: "
+                      "torchpager.pin() keeps a tensor as it is";
     /* The core is asked first: an operator in progress, whose block stays, may be reading the pointer,
      * and others come by it once the registry is free. */
     tp_error error{};
