@@ -37,7 +37,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long test-gpu-memcheck \
-        test-gpu-ops bench bench-plot replay \
+        test-gpu-ops test-gpu-programs bench bench-plot replay \
         judge judge-tenth fault stress asan tsan mechanisms lint format types cover docs ptx check \
         clean
 
@@ -82,13 +82,19 @@ test-gpu-ops: ## there too: PyTorch's operator samples, 7 minutes of them; run i
 	$(IN_PLACE) timeout --kill-after=5 470 $(PYTHON) tests/judge/operators.py --device cuda --jobs 6 \
 	    --seconds 400 $(JUDGE_ARGS) || [ $$? -eq 3 ]
 
-judge: build ## the whole of PyTorch's operator samples and of gpytorch's tests, under paging; half an hour
+test-gpu-programs: ## there too: programs of several libraries inside half their memory, 5 minutes
+	$(PYTHON) setup.py --quiet build_ext --inplace
+	$(IN_PLACE) timeout --kill-after=5 470 $(PYTHON) tests/judge/programs.py --device cuda $(JUDGE_ARGS)
+
+judge: build ## PyTorch's operator samples, gpytorch's tests and programs of libraries under paging; half an hour
 	$(PY) tests/judge/operators.py $(JUDGE_ARGS)
 	$(PY) tests/judge/foreign_suite.py --strict $(JUDGE_ARGS)
+	$(PY) tests/judge/programs.py
 
-judge-tenth: build ## a tenth of both, chosen by a seed
+judge-tenth: build ## a tenth of both, chosen by a seed, and the programs
 	$(PY) tests/judge/operators.py --share 10 --results build/judge/operators-tenth.jsonl $(JUDGE_ARGS)
 	$(PY) tests/judge/foreign_suite.py --share 10 $(JUDGE_ARGS)
+	$(PY) tests/judge/programs.py
 
 bench: ## overhead without pressure; WORKLOAD=gpt (live.py --help): native, ours and other tools, live
 	$(ANY_PY) setup.py --quiet build_ext --inplace
