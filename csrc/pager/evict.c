@@ -117,7 +117,7 @@ static bool begin_write_back(tp_pager *pager, tp_extent *extent) {
         return false; /* an operator in progress may write it, with kernels yet to come */
     } else if (extent->host == NULL && !attach_host_frame(pager, extent)) {
         give_up(pager, extent);
-    } else if (!tp_transfer_room(pager, TP_COPY_TO_HOST, extent->bytes)) {
+    } else if (!tp_transfer_room(pager, TP_COPY_TO_HOST)) {
         return false;
     } else if (tp_transfer_write_back(pager, extent, NULL) != TP_OK && pager->failed == TP_OK) {
         set_back(pager);

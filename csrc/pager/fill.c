@@ -73,7 +73,7 @@ void tp_fill_hurry(tp_pager *pager, tp_extent *extent) {
 
 bool tp_fill_step(tp_pager *pager, tp_extent *extent, uint32_t own_pins) {
     if (!tp_fill_allowed(extent->block, own_pins)) return false;
-    if (!tp_transfer_room(pager, TP_COPY_TO_DEVICE, extent->bytes)) return false;
+    if (!tp_transfer_room(pager, TP_COPY_TO_DEVICE)) return false;
     if (tp_transfer_fill(pager, extent, NULL) != TP_OK && pager->failed == TP_OK) {
         tp_fill_call_off(pager, extent);
     }

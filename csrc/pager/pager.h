@@ -79,9 +79,8 @@ typedef struct tp_pager {
     tp_verify verify;
     uint32_t rerun_count; /* operators in progress that do so */
     tp_link inflight;     /* extents: see tp_extent.inflight */
-    /* Copies the device has been given and not been seen to finish, by tp_copy_dir. */
-    uint32_t copying[2];
-    size_t copying_bytes[2];
+    uint32_t copying
+        [2]; /* copies the device has been given and not been seen to finish, by tp_copy_dir */
     tp_place places[TP_PLACES];
     bool remapping; /* the thread changes the mapping of a live block, with the lock dropped */
     uint32_t mapping_count;   /* blocks being mapped by allocating threads, likewise */

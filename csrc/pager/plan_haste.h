@@ -23,8 +23,7 @@ typedef struct tp_plan_times {
     uint64_t least_free; /* from then on until the next operator begins */
 } tp_plan_times;
 
-/* `times`: of each operator; what fills take earlier is taken off. False: no host memory, and the plan is
- * as good as before. */
+/* `times`: of each operator; what fills take earlier is taken off. False: no host memory. */
 bool tp_plan_haste(tp_plan *plan, const tp_model *model, tp_plan_times *times);
 
 #endif

@@ -2,8 +2,9 @@
 
 #include "base/check.h"
 
-/* The first places are for copies, so that these never wait for checks. The rest are few, so that a
- * check is not old when its extent's turn to be remapped comes. */
+/* The first places are for copies, so that these never wait for checks: two in each direction, and fills that
+ * wait to be mapped. The rest are few, so that a check is not old when its extent's turn to be remapped
+ * comes. */
 enum { COPY_PLACES = 8 };
 
 static bool in_force(const tp_pager *pager) { return TP_RULE(pager, TP_RULE_FINGERPRINT); }

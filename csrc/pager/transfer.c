@@ -5,25 +5,18 @@
 #include "pager/proof.h"
 #include "pager/region.h"
 
-/* In each direction: one runs, one is ready behind it; small ones are soon over, so there are more. */
-enum { COPIES_MIN = 2, COPIES_MAX = 2 };
-#define COPYING_BYTES ((size_t)128 << 20)
+enum { COPIES_MAX = 2 }; /* in each direction: one runs, one is ready behind it */
 
-bool tp_transfer_room(tp_pager *pager, tp_copy_dir dir, size_t bytes) {
+bool tp_transfer_room(tp_pager *pager, tp_copy_dir dir) {
     /* A copy that must wait for a region's kernels needs a marker that a capture does not allow. */
     if (pager->capture_depth > 0 && tp_pager_gate_closed(pager)) return false;
-    const uint32_t count = pager->copying[dir];
-    const bool few = count < COPIES_MIN ||
-                     (count < COPIES_MAX && pager->copying_bytes[dir] + bytes <= COPYING_BYTES);
-    return few && tp_proof_room(pager);
+    return pager->copying[dir] < COPIES_MAX && tp_proof_room(pager);
 }
 
 void tp_transfer_forget(tp_pager *pager, tp_extent *extent) {
     if (!extent->copying) return;
     extent->copying = false;
-    const bool out = extent->state == TP_EXTENT_WRITING;
-    pager->copying[out ? TP_COPY_TO_HOST : TP_COPY_TO_DEVICE]--;
-    pager->copying_bytes[out ? TP_COPY_TO_HOST : TP_COPY_TO_DEVICE] -= extent->bytes;
+    pager->copying[extent->state == TP_EXTENT_WRITING ? TP_COPY_TO_HOST : TP_COPY_TO_DEVICE]--;
 }
 
 bool tp_transfer_done(tp_pager *pager, tp_extent *extent) {
@@ -120,7 +113,6 @@ static tp_status queue_copy(tp_pager *pager, tp_extent *extent, tp_copy_dir dir,
     tp_proof_mark_copy(pager, extent, extent->copy);
     extent->copying = true;
     pager->copying[dir]++;
-    pager->copying_bytes[dir] += extent->bytes;
     return TP_OK;
 }
 

@@ -7,7 +7,7 @@
 
 /* The device is given few copies at a time: so an urgent fill waits behind little, and a context-wide
  * marker, which stands for copies too, completes soon. The rest waits in the pager's list. */
-bool tp_transfer_room(tp_pager *pager, tp_copy_dir dir, size_t bytes);
+bool tp_transfer_room(tp_pager *pager, tp_copy_dir dir);
 /* True if the extent has no copy in flight. */
 bool tp_transfer_done(tp_pager *pager, tp_extent *extent);
 /* The copy counts no more, finished or not. */
