@@ -1356,6 +1356,8 @@ void recompute_node_runs(uint64_t sequence, uint64_t thread) {
 
 bool recompute_region_matters() { return in_force(kRuleRegion); }
 
+bool recompute_leaf_writes_matter() { return in_force(kRuleLeafWrite); }
+
 void recompute_rules_off(uint32_t mask) {
     rules_off.store(mask);
     const Guard guard(registry().mutex);
