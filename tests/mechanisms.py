@@ -178,6 +178,11 @@ ROWS: tuple[Row, ...] = (
         "kRuleSaved",
         _DROPS + "test_what_autograd_has_let_go_of_is_not_taken_for_its_own",
     ),
+    Row(
+        "what may be dropped",
+        "kRuleKernel",
+        _DROPS + "test_what_an_operator_saves_before_it_writes_is_not_made_again",
+    ),
 )
 
 

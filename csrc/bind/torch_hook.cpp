@@ -379,7 +379,7 @@ struct Frame {
     bool may_rerun = false;         /* likewise: tp_op.recipe */
     bool lacks_memory = false;      /* what it uses could not be made again */
     bool foreign = false;           /* as in OperatorUse */
-    bool writes = false;            /* an operand, as far as anybody asks for recipes */
+    bool wrapper = false;           /* around the same operator below autocast */
     std::shared_ptr<Recipe> recipe; /* of the operator; null: it has none */
     std::vector<tp_addr> born;      /* with a recipe: the blocks allocated in it */
     std::atomic<bool> ended{false};
@@ -1016,20 +1016,16 @@ FrameContext::~FrameContext() {
     if (current != nullptr && frame->thread == current) current->recycle(frame);
 }
 
-bool writes_an_operand(const OperatorUse &use) {
-    return std::any_of(use.arguments.begin(), use.arguments.end(),
-                       [](const ArgumentUse &argument) { return argument.write; });
-}
-
-/* Whether the operator has a recipe: if so, no operator inside of it needs one. Inside of one that writes
- * none has: it may read what has yet to be written. */
+/* Whether the operator has a recipe: none has inside of another one that does more than call others. That
+ * one may have a recipe itself; and it may write what they read or make, which nobody announces (an
+ * operator in place clones what it is about to write, for its backward pass). */
 bool may_rerun(const Thread *thread, const Frame *frame, const OperatorUse &use,
                const at::RecordFunction &fn) {
     if (!use.rerun.possible) return false;
     bool opaque = thread->region_count > 0;
     for (const Frame *outer = frame->outer; outer != nullptr; outer = outer->outer) {
         if (outer->may_rerun || outer->rerun) return false;
-        if (outer->writes && recompute_leaf_writes_matter()) return false;
+        if (!outer->wrapper && recompute_kernels_matter()) return false;
         opaque = opaque || outer->foreign;
     }
     if (opaque && recompute_region_matters()) return false;
@@ -1074,10 +1070,10 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
         frame->lacks_memory = lacks_memory;
         frame->foreign = use.foreign;
         context.reset(new (frame) FrameContext(frame));
-        frame->writes = false;
+        frame->wrapper = false;
         if (C10_UNLIKELY(recompute_mode() != kRecomputeOff)) {
             frame->may_rerun = may_rerun(thread, frame, use, fn);
-            frame->writes = writes_an_operand(use);
+            frame->wrapper = recompute_wraps(use.rerun);
         }
         for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
         if (C10_UNLIKELY(frame->may_rerun)) capture(frame, use, fn);

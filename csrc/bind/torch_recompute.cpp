@@ -556,9 +556,7 @@ bool capture_argument(Recipe &recipe, const c10::IValue &value, uint32_t argumen
 
 /* Whether the operator is the one below autocast that does the work. */
 bool is_below_autocast(const Rerunnable &use) {
-    if (!in_force(kRuleAutocast)) return true;
-    return !(use.autocast_cuda && at::autocast::is_autocast_enabled(at::kCUDA)) &&
-           !(use.autocast_cpu && at::autocast::is_autocast_enabled(at::kCPU));
+    return !in_force(kRuleAutocast) || !recompute_wraps(use);
 }
 
 bool is_plain_thread() {
@@ -598,6 +596,11 @@ c10::Device device_of(c10::ArrayRef<const c10::IValue> inputs, size_t start) {
 }
 
 } // namespace
+
+bool recompute_wraps(const Rerunnable &use) {
+    return (use.autocast_cuda && at::autocast::is_autocast_enabled(at::kCUDA)) ||
+           (use.autocast_cpu && at::autocast::is_autocast_enabled(at::kCPU));
+}
 
 bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs) {
     if (rerunning || disabled.load(std::memory_order_relaxed) ||
@@ -1356,7 +1359,7 @@ void recompute_node_runs(uint64_t sequence, uint64_t thread) {
 
 bool recompute_region_matters() { return in_force(kRuleRegion); }
 
-bool recompute_leaf_writes_matter() { return in_force(kRuleLeafWrite); }
+bool recompute_kernels_matter() { return in_force(kRuleKernel); }
 
 void recompute_rules_off(uint32_t mask) {
     rules_off.store(mask);

@@ -47,18 +47,17 @@ enum RecomputeRule : uint32_t {
     kRuleStatistics = 1 << 1, /* nor one that keeps statistics */
     kRuleNotTheSame = 1 << 2, /* nor one that makes other bits each time */
     kRuleTrial = 1 << 3,      /* each kind runs beside a kept result first */
-    kRuleLeafWrite =
-        1 << 4, /* before an input is written, what is made of it comes back; what an operator
-                               * makes that is about to write is kept */
-    kRulePython = 1 << 5,    /* what Python has a reference to stays */
-    kRuleHolders = 1 << 6,   /* and what somebody unknown has one to */
-    kRuleRegion = 1 << 7,    /* and what code uses or makes that nobody can look into */
-    kRuleHooks = 1 << 8,     /* and what is made while hooks are given what autograd saves */
-    kRuleAutocast = 1 << 9,  /* an operator runs again below autocast */
-    kRuleBackward = 1 << 10, /* what a backward pass makes stays */
-    kRuleNumerics = 1 << 11, /* settings are those of the first time */
-    kRuleForeign = 1 << 12,  /* no input is memory whose address was handed out */
-    kRuleSaved = 1 << 13     /* autograd holds what it has saved until its node has run */
+    kRuleLeafWrite = 1 << 4,  /* before an input is written, what is made of it comes back */
+    kRulePython = 1 << 5,     /* what Python has a reference to stays */
+    kRuleHolders = 1 << 6,    /* and what somebody unknown has one to */
+    kRuleRegion = 1 << 7,     /* and what code uses or makes that nobody can look into */
+    kRuleHooks = 1 << 8,      /* and what is made while hooks are given what autograd saves */
+    kRuleAutocast = 1 << 9,   /* an operator runs again below autocast */
+    kRuleBackward = 1 << 10,  /* what a backward pass makes stays */
+    kRuleNumerics = 1 << 11,  /* settings are those of the first time */
+    kRuleForeign = 1 << 12,   /* no input is memory whose address was handed out */
+    kRuleSaved = 1 << 13,     /* autograd holds what it has saved until its node has run */
+    kRuleKernel = 1 << 14 /* nothing made inside of an operator with a kernel has a recipe */
 };
 /* The sum of those that are taken away. hook_forget_operators() goes with it. */
 void recompute_rules_off(uint32_t mask);
@@ -90,6 +89,8 @@ inline bool recompute_tracks() {
     return recompute_tracked.load(std::memory_order_relaxed) != 0;
 }
 
+/* Whether an operator that begins now only casts for itself, below autocast. */
+bool recompute_wraps(const Rerunnable &use);
 /* Whether an operator that begins now may run again. */
 bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs);
 /* Its recipe; null: it has none. May throw bad_alloc. */
@@ -114,8 +115,8 @@ bool recompute_any_dropped(const std::vector<Touch> &touches);
 bool recompute_before_region(const std::vector<Touch> &touches);
 /* Whether there is such code, as far as this file is asked. */
 bool recompute_region_matters();
-/* Whether writes to inputs are looked at: always, but for tests. */
-bool recompute_leaf_writes_matter();
+/* Likewise, whether operators keep those inside of them from having recipes. */
+bool recompute_kernels_matter();
 /* A node of autograd begins to run: what it has saved is its own no longer. */
 void recompute_node_runs(uint64_t sequence, uint64_t thread);
 

@@ -491,6 +491,20 @@ def test_what_could_not_be_made_again_before_a_write_is_never_wrong():
             loss.backward(retain_graph=True)
 
 
+def test_what_an_operator_saves_before_it_writes_is_not_made_again():
+    """``clamp_`` keeps a clone of what it finds, for its backward pass."""
+
+    def make(w):
+        kept = (w * 2).clone().sin()  # so that clones are trusted
+        operators()
+        y = w * 3
+        y.clamp_(-1, 1)
+        operators()
+        return kept + y
+
+    assert same_as_natively(gradients_of(make, (64, 64))) > 0
+
+
 def test_a_rerun_that_makes_another_size_is_an_error():
     def function(x, call):
         return torch.exp(x) if call < FIRST_RERUN else torch.exp(x)[:32].clone()
