@@ -36,7 +36,7 @@ IN_PLACE = PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long test-gpu-memcheck \
+.PHONY: help venv build demo test test-c test-py test-gpu test-gpu-long test-gpu-product test-gpu-memcheck \
         test-gpu-ops test-gpu-programs bench bench-plot replay \
         judge judge-tenth fault stress asan tsan mechanisms lint format types cover docs ptx check \
         clean
@@ -73,6 +73,9 @@ test-gpu: ## on a GPU machine, with its own python and torch: C contract on CUDA
 
 test-gpu-long: ## there too, what takes minutes; PART="live gpt_bits" (or recompute models overhead regions)
 	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py --long $(PART) -- $(PYTEST_ARGS)
+
+test-gpu-product: ## there too: the demo, the GPT in part of its memory, overhead, doors, in 7 minutes
+	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py --product $(PART) -- $(PYTEST_ARGS)
 
 test-gpu-memcheck: ## there too: the contract and the core of tests/gpu under compute-sanitizer, 4 minutes
 	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py --memcheck $(PART) -- $(PYTEST_ARGS)

@@ -4,6 +4,7 @@
     python tests/gpu_parts.py new scenarios   # these
     python tests/gpu_parts.py --long live gpt_bits -- -x
     python tests/gpu_parts.py --memcheck      # the core of them, under compute-sanitizer
+    python tests/gpu_parts.py --product       # the main job and what it costs, with its tests
 
 Every part runs, whatever became of those before it: it has its share of the time for sure, and
 what they have left as well. A part that takes longer is interrupted, so that it can say what it
@@ -133,6 +134,28 @@ def long_parts(names: Sequence[str]) -> list[Part]:
     ]
 
 
+def program_part(name: str, share_s: float, *arguments: str) -> Part:
+    """Return a part that runs Python."""
+    return Part(name, share_s, (sys.executable, "-X", "faulthandler", *arguments))
+
+
+def product_parts() -> list[Part]:
+    """Return those of make test-gpu-product."""
+    overhead = ("benchmarks/overhead.py", "--rounds", "20", "--workload")
+    tests = ("tests/gpu/test_doors.py", "tests/gpu/test_pluggable.py", "-m", "not long")
+    return [
+        build_part(),
+        program_part("small", 75, *overhead, "small"),
+        program_part("big", 60, *overhead, "big"),
+        program_part("demo", 55, "-m", "torchpager", "demo"),
+        program_part(
+            "gpt", 115, "benchmarks/gpt.py", "--steps", "8", "--shares", "75,66,50,40"
+        ),
+        pytest_part("doors", 50, *tests),
+        Part("contract", 15, ("make", "-C", "tests/c", "test-cuda")),
+    ]
+
+
 def memcheck_parts() -> list[Part]:
     """Return those of make test-gpu-memcheck."""
     contract = ("make", "-C", "tests/c", "test-cuda", f"RUN={' '.join(MEMCHECK)}")
@@ -217,9 +240,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--memcheck", action="store_true", help=f"{', '.join(CORE)} under compute-sanitizer"
     )
+    parser.add_argument("--product", action="store_true", help="the main job and its costs")
     parser.add_argument("part", nargs="*", help="these only")
     options = parser.parse_args(own)
-    usual = memcheck_parts() if options.memcheck else usual_parts()
+    usual = usual_parts()
+    if options.memcheck or options.product:
+        usual = memcheck_parts() if options.memcheck else product_parts()
     possible = LONG if options.long else [each.name for each in usual[1:]]
     wrong = [name for name in options.part if name not in possible]
     if wrong or (options.long and not options.part):
