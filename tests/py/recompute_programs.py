@@ -35,7 +35,7 @@ def forced(budget="6 MiB", host=None, device="64 MiB", park=False, strict=False)
 
 def wait_until_something_drops(park=False):
     """Nothing does for some milliseconds after arming, while the gate is closed."""
-    drops, deadline = Drops(park), time.monotonic() + 5
+    drops, deadline = Drops(park), time.monotonic() + 20
     while not drops.count:
         assert time.monotonic() < deadline, "nothing is dropped"
         x = torch.ones(32, 64, requires_grad=True)
