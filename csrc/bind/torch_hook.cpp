@@ -378,7 +378,6 @@ struct Frame {
     bool rerun = false;             /* likewise */
     bool may_rerun = false;         /* likewise: tp_op.recipe */
     bool lacks_memory = false;      /* what it uses could not be made again */
-    bool foreign = false;           /* as in OperatorUse */
     bool wrapper = false;           /* around the same operator below autocast */
     std::shared_ptr<Recipe> recipe; /* of the operator; null: it has none */
     std::vector<tp_addr> born;      /* with a recipe: the blocks allocated in it */
@@ -543,7 +542,7 @@ Frame *Thread::push() {
     frame->id = pthread_self();
     frame->ended.store(false, std::memory_order_relaxed);
     frame->name = 0;
-    frame->rerun = frame->may_rerun = frame->lacks_memory = frame->foreign = false;
+    frame->rerun = frame->may_rerun = frame->lacks_memory = frame->wrapper = false;
     frame->backward = torch::autograd::get_current_graph_task_id() >= 0;
     frame->outer = top();
     top_ = frame;
@@ -1022,13 +1021,11 @@ FrameContext::~FrameContext() {
 bool may_rerun(const Thread *thread, const Frame *frame, const OperatorUse &use,
                const at::RecordFunction &fn) {
     if (!use.rerun.possible) return false;
-    bool opaque = thread->region_count > 0;
+    if (thread->region_count > 0 && recompute_region_matters()) return false;
     for (const Frame *outer = frame->outer; outer != nullptr; outer = outer->outer) {
         if (outer->may_rerun || outer->rerun) return false;
         if (!outer->wrapper && recompute_kernels_matter()) return false;
-        opaque = opaque || outer->foreign;
     }
-    if (opaque && recompute_region_matters()) return false;
     return recompute_may_rerun(use.rerun, fn.inputs());
 }
 
@@ -1068,9 +1065,7 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
         frame->waited_for = use.waited_for;
         frame->name = use.name;
         frame->lacks_memory = lacks_memory;
-        frame->foreign = use.foreign;
         context.reset(new (frame) FrameContext(frame));
-        frame->wrapper = false;
         if (C10_UNLIKELY(recompute_mode() != kRecomputeOff)) {
             frame->may_rerun = may_rerun(thread, frame, use, fn);
             frame->wrapper = recompute_wraps(use.rerun);
