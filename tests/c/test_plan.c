@@ -669,12 +669,34 @@ static bool used_in(const scene *s, uint32_t block, uint32_t from, uint32_t to) 
     return false;
 }
 
+/* Plans random steps without haste and with `haste` of the configuration. What `compare` returns, the
+ * acts in which they differ, is not 0 in all. */
+static void compare_plans(void (*haste)(tp_plan_config *),
+                          uint32_t (*compare)(const scene *, const tp_plan *,
+                                              const tp_plan *)) {
+    uint64_t state = test_seed();
+    uint32_t differences = 0;
+    for (unsigned round = 0; round < test_rounds(300) && test_failures() == 0; round++) {
+        scene s;
+        random_scene(&s, &state);
+        tp_plan plan, ahead;
+        make(&s, &plan);
+        haste(&s.config);
+        MUST_OK(tp_plan_make(&s.trace, &s.config, &ahead, &test_error));
+        for (uint32_t i = 1; i < ahead.act_count; i++)
+            EXPECT(ahead.acts[i].op >= ahead.acts[i - 1].op);
+        differences += compare(&s, &plan, &ahead);
+        tp_plan_fini(&ahead);
+        tp_plan_fini(&plan);
+    }
+    EXPECT(differences > 0);
+}
+
 /* The evictions of an extent come in the same order in both plans; the n-th of `plan` earlier. */
-static void expect_earlier(const scene *s, const tp_plan *plan, const tp_plan *other,
-                           uint32_t *moved) {
+static uint32_t expect_earlier(const scene *s, const tp_plan *plan, const tp_plan *other) {
+    uint32_t moved = 0;
     for (uint32_t i = 0, from = 0; i < plan->act_count; i++) {
         const tp_act *it = &plan->acts[i];
-        EXPECT(i == 0 || it->op >= plan->acts[i - 1].op);
         if (it->kind != TP_ACT_EVICT) continue;
         const tp_act *then = NULL;
         uint32_t nth = 0;
@@ -690,7 +712,7 @@ static void expect_earlier(const scene *s, const tp_plan *plan, const tp_plan *o
         MUST(then != NULL);
         EXPECT(it->op <= then->op);
         EXPECT(!used_in(s, it->block, it->op, then->op));
-        *moved += it->op < then->op;
+        moved += it->op < then->op;
         /* What has been written is written back first. */
         for (uint32_t k = i + 1; k < plan->act_count && plan->acts[k].op <= then->op; k++) {
             const tp_act *behind = &plan->acts[k];
@@ -698,60 +720,46 @@ static void expect_earlier(const scene *s, const tp_plan *plan, const tp_plan *o
                    behind->extent != it->extent);
         }
     }
+    return moved;
+}
+
+static void evict_ahead(tp_plan_config *config) { config->evict_ahead_ns = 300; }
+
+static uint32_t compare_evictions(const scene *s, const tp_plan *plan, const tp_plan *ahead) {
+    EXPECT_EQ(ahead->act_count, plan->act_count);
+    EXPECT_EQ(ahead->step_ns, plan->step_ns);
+    for (tp_act_kind kind = TP_ACT_WRITE_BACK; kind <= TP_ACT_LEAVE; kind++)
+        EXPECT_EQ(count(ahead, kind), count(plan, kind));
+    return expect_earlier(s, ahead, plan);
 }
 
 /* Evictions take time: they come before their memory is claimed, but not before the last use, nor before
  * the write-back. Everything else is as it was. */
 TEST(evictions_go_ahead_where_the_extent_is_idle) {
-    uint64_t state = test_seed();
-    uint32_t moved = 0;
-    for (unsigned round = 0; round < test_rounds(300) && test_failures() == 0; round++) {
-        scene s;
-        random_scene(&s, &state);
-        tp_plan plan, ahead;
-        make(&s, &plan);
-        s.config.evict_ahead_ns = 300;
-        MUST_OK(tp_plan_make(&s.trace, &s.config, &ahead, &test_error));
-        EXPECT_EQ(ahead.act_count, plan.act_count);
-        EXPECT_EQ(ahead.step_ns, plan.step_ns);
-        for (tp_act_kind kind = TP_ACT_WRITE_BACK; kind <= TP_ACT_LEAVE; kind++)
-            EXPECT_EQ(count(&ahead, kind), count(&plan, kind));
-        expect_earlier(&s, &ahead, &plan, &moved);
-        tp_plan_fini(&ahead);
-        tp_plan_fini(&plan);
+    compare_plans(evict_ahead, compare_evictions);
+}
+
+static void fill_ahead(tp_plan_config *config) { config->fill_ahead_ns = 300; }
+
+static uint32_t compare_fills(const scene *s, const tp_plan *plan, const tp_plan *ahead) {
+    uint32_t moved = 0, other = 0;
+    walk_plan(s, ahead);
+    EXPECT_EQ(ahead->act_count, plan->act_count);
+    for (uint32_t i = 0; i < ahead->act_count; i++) {
+        const tp_act *it = &ahead->acts[i];
+        if (it->kind != TP_ACT_FILL) continue;
+        while (plan->acts[other].kind != TP_ACT_FILL) other++;
+        const tp_act *then = &plan->acts[other++];
+        EXPECT(it->block == then->block && it->extent == then->extent);
+        EXPECT(it->op <= then->op);
+        moved += it->op < then->op;
     }
-    EXPECT(moved > 0);
+    return moved;
 }
 
 /* A fill that is begun early takes its memory early: the walk sees that there is some. Fills keep their
  * order. */
-TEST(fills_go_ahead_where_there_is_memory) {
-    uint64_t state = test_seed();
-    uint32_t moved = 0;
-    for (unsigned round = 0; round < test_rounds(300) && test_failures() == 0; round++) {
-        scene s;
-        random_scene(&s, &state);
-        tp_plan plan, ahead;
-        make(&s, &plan);
-        s.config.fill_ahead_ns = 300;
-        make(&s, &ahead);
-        EXPECT_EQ(ahead.act_count, plan.act_count);
-        uint32_t other = 0;
-        for (uint32_t i = 0; i < ahead.act_count; i++) {
-            const tp_act *it = &ahead.acts[i];
-            EXPECT(i == 0 || it->op >= ahead.acts[i - 1].op);
-            if (it->kind != TP_ACT_FILL) continue;
-            while (plan.acts[other].kind != TP_ACT_FILL) other++;
-            const tp_act *then = &plan.acts[other++];
-            EXPECT(it->block == then->block && it->extent == then->extent);
-            EXPECT(it->op <= then->op);
-            moved += it->op < then->op;
-        }
-        tp_plan_fini(&ahead);
-        tp_plan_fini(&plan);
-    }
-    EXPECT(moved > 0);
-}
+TEST(fills_go_ahead_where_there_is_memory) { compare_plans(fill_ahead, compare_fills); }
 
 /* The first act of an extent in a plan; NULL: it has none. */
 static const tp_act *first_act_of(const tp_plan *plan, const tp_act *act) {
@@ -768,40 +776,33 @@ static bool supposes(const tp_plan *plan, const tp_act *act) {
     return false;
 }
 
-/* Where the acts of `ahead` are not those of `plan`: evictions in the step before. */
-TEST(what_goes_early_in_a_step_goes_in_the_step_before) {
-    uint64_t state = test_seed();
-    uint32_t added = 0;
-    for (unsigned round = 0; round < test_rounds(300) && test_failures() == 0; round++) {
-        scene s;
-        random_scene(&s, &state);
-        tp_plan plan, ahead;
-        make(&s, &plan);
-        s.config.evict_before = true;
-        MUST_OK(tp_plan_make(&s.trace, &s.config, &ahead, &test_error));
-        uint32_t own = 0;
-        for (uint32_t i = 0; i < ahead.act_count; i++) {
-            const tp_act *it = &ahead.acts[i];
-            EXPECT(i == 0 || it->op >= ahead.acts[i - 1].op);
-            if (own < plan.act_count && memcmp(it, &plan.acts[own], sizeof *it) == 0) {
-                own++;
-                continue;
-            }
-            added++;
-            const tp_act *then = first_act_of(&plan, it);
-            MUST(then != NULL && it->kind == TP_ACT_EVICT && then->kind == TP_ACT_EVICT);
-            EXPECT(!used_in(&s, it->block, it->op, s.trace.op_count));
-            EXPECT(!used_in(&s, it->block, 0, then->op));
-            EXPECT(supposes(&plan, it) && !supposes(&ahead, it));
-            for (uint32_t k = i + 1; k < ahead.act_count; k++)
-                EXPECT(ahead.acts[k].block != it->block || ahead.acts[k].extent != it->extent);
+static void evict_before(tp_plan_config *config) { config->evict_before = true; }
+
+static uint32_t compare_steps(const scene *s, const tp_plan *plan, const tp_plan *ahead) {
+    uint32_t added = 0, own = 0;
+    for (uint32_t i = 0; i < ahead->act_count; i++) {
+        const tp_act *it = &ahead->acts[i];
+        if (own < plan->act_count && memcmp(it, &plan->acts[own], sizeof *it) == 0) {
+            own++;
+            continue;
         }
-        EXPECT_EQ(own, plan.act_count);
-        EXPECT_EQ(plan.resident_count - ahead.resident_count, ahead.act_count - plan.act_count);
-        tp_plan_fini(&ahead);
-        tp_plan_fini(&plan);
+        added++;
+        const tp_act *then = first_act_of(plan, it);
+        MUST(then != NULL && it->kind == TP_ACT_EVICT && then->kind == TP_ACT_EVICT);
+        EXPECT(!used_in(s, it->block, it->op, s->trace.op_count));
+        EXPECT(!used_in(s, it->block, 0, then->op));
+        EXPECT(supposes(plan, it) && !supposes(ahead, it));
+        for (uint32_t k = i + 1; k < ahead->act_count; k++)
+            EXPECT(ahead->acts[k].block != it->block || ahead->acts[k].extent != it->extent);
     }
-    EXPECT(added > 0);
+    EXPECT_EQ(own, plan->act_count);
+    EXPECT_EQ(plan->resident_count - ahead->resident_count, ahead->act_count - plan->act_count);
+    return added;
+}
+
+/* Where the acts of the second plan are not those of the first: evictions in the step before. */
+TEST(what_goes_early_in_a_step_goes_in_the_step_before) {
+    compare_plans(evict_before, compare_steps);
 }
 
 TEST(operators_that_do_not_fit_are_refused_at_any_budget_below) {
