@@ -131,15 +131,10 @@ static bool is_dropped(const tp_dropper *d, uint32_t block) {
 
 /* Whether one of the operators [begin, end) writes a block. */
 static bool is_written(const tp_dropper *d, uint32_t block, uint32_t begin, uint32_t end) {
-    uint32_t low = d->first_write[block], high = d->first_write[block + 1];
-    while (low < high) {
-        const uint32_t middle = low + (high - low) / 2;
-        if (d->writes[middle] < begin)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low < d->first_write[block + 1] && d->writes[low] < end;
+    const uint32_t *writes = d->writes + d->first_write[block];
+    const uint32_t count = d->first_write[block + 1] - d->first_write[block];
+    const uint32_t place = tp_ops_from(writes, count, begin);
+    return place < count && writes[place] < end;
 }
 
 static bool is_of_step(const tp_trace_block *it) {

@@ -32,16 +32,10 @@ static uint32_t soon_from(const tp_plan_times *times, uint32_t op, uint64_t ahea
 
 /* The operator behind which no other uses the block before operator `op`; 0: none does. */
 static uint32_t idle_from(const tp_model *m, uint32_t block, uint32_t op) {
-    uint32_t low = m->block_uses[block], high = m->block_uses[block + 1];
-    const uint32_t begin = low;
-    while (low < high) {
-        const uint32_t middle = low + (high - low) / 2;
-        if (m->uses[middle] < op)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low == begin ? 0 : m->uses[low - 1] + 1;
+    const uint32_t *uses = m->uses + m->block_uses[block];
+    const uint32_t place =
+        tp_ops_from(uses, m->block_uses[block + 1] - m->block_uses[block], op);
+    return place == 0 ? 0 : uses[place - 1] + 1;
 }
 
 static void hasten_eviction(tp_plan *plan, uint32_t from, uint32_t op) {

@@ -282,15 +282,8 @@ static uint64_t next_need(const tp_model *model, uint32_t block, uint64_t point,
     const uint64_t gone = death == TP_FAR ? TP_FAR : death + 1;
     *is_used = false;
     if (count == 0) return gone;
-    uint32_t low = 0, high = count;
-    while (low < high) {
-        const uint32_t middle = low + (high - low) / 2;
-        if (uses[middle] < at)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    const uint64_t next = low < count ? base + uses[low] : base + ops + uses[0];
+    const uint32_t place = tp_ops_from(uses, count, at);
+    const uint64_t next = place < count ? base + uses[place] : base + ops + uses[0];
     *is_used = next <= death;
     return *is_used ? next : gone;
 }

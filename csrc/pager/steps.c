@@ -525,17 +525,10 @@ static bool lives_on(const tp_trace_block *block) {
 }
 
 uint32_t tp_steps_next_use(const tp_step *step, uint32_t block, uint32_t op) {
-    const uint32_t begin = step->use_begin[block], end = step->use_begin[block + 1];
-    uint32_t low = begin, high = end;
-    while (low < high) {
-        const uint32_t middle = low + (high - low) / 2;
-        if (step->use_ops[middle] < op) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    if (low < end) return step->use_ops[low];
-    if (begin == end || !lives_on(&step->trace.blocks[block])) return TP_NO_OP;
-    return step->trace.op_count + step->use_ops[begin];
+    const uint32_t *uses = step->use_ops + step->use_begin[block];
+    const uint32_t count = step->use_begin[block + 1] - step->use_begin[block];
+    const uint32_t place = tp_ops_from(uses, count, op);
+    if (place < count) return uses[place];
+    if (count == 0 || !lives_on(&step->trace.blocks[block])) return TP_NO_OP;
+    return step->trace.op_count + uses[0];
 }

@@ -60,4 +60,17 @@ bool tp_trace_is_alive(const tp_trace *trace, uint32_t block, uint32_t op);
  * does not allocate its outputs. */
 TP_MUST_USE tp_status tp_trace_check(const tp_trace *trace, tp_error *error);
 
+/* Of `count` operators, ascending: the place of the first that is not before `op`; `count`: none is. */
+static inline uint32_t tp_ops_from(const uint32_t *ops, uint32_t count, uint32_t op) {
+    uint32_t low = 0, high = count;
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (ops[middle] < op)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
 #endif
