@@ -50,9 +50,15 @@ MEMCHECK = (
     "compute-sanitizer",
     "--tool=memcheck",
     "--report-api-errors=no",  # tests have the driver refuse things
+    "--show-backtrace=device",  # the host's keep Python's frames, with tensors
     "--error-exitcode=99",
 )
 CORE = ("test_doors.py", "test_pluggable.py", "test_blind_writers.py")
+# An access that must fail, and a measurement.
+NOT_UNDER_MEMCHECK = (
+    "tests/gpu/test_blind_writers.py::test_debug_mode_stops_a_blind_kernel_where_it_stands",
+    "tests/gpu/test_blind_writers.py::test_fingerprint_costs_little_beside_the_copy",
+)
 
 
 @dataclass(frozen=True)
@@ -159,11 +165,15 @@ def product_parts() -> list[Part]:
 def memcheck_parts() -> list[Part]:
     """Return those of make test-gpu-memcheck."""
     contract = ("make", "-C", "tests/c", "test-cuda", f"RUN={' '.join(MEMCHECK)}")
-    pytest = pytest_part("core", 170, "-m", "not long", *(f"tests/gpu/{name}" for name in CORE))
+    left_out = [word for name in NOT_UNDER_MEMCHECK for word in ("--deselect", name)]
+    files = [f"tests/gpu/{name}" for name in CORE]
+    pytest = pytest_part("core", 170, "-m", "not long", *left_out, *files)
+    patience = f"{hang_guard.PATIENCE}=2"
+    command = ("env", patience, *MEMCHECK, *pytest.command)
     return [
         build_part(),
         Part("contract", 60, contract),
-        Part(pytest.name, pytest.share_s, (*MEMCHECK, *pytest.command), is_pytest=True),
+        Part(pytest.name, pytest.share_s, command, is_pytest=True),
     ]
 
 

@@ -3,6 +3,7 @@
 A conftest takes them over by importing them, and then they are for the tests of its folder.
 With the name of a file in TORCHPAGER_TESTS_BEGUN they write down there which tests have begun,
 and leave out those that had begun before: so a run goes on behind one that ended the process.
+Limits are multiplied by TORCHPAGER_TESTS_PATIENCE, for tools that slow everything down.
 """
 
 import faulthandler
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 BEGUN = "TORCHPAGER_TESTS_BEGUN"
+PATIENCE = "TORCHPAGER_TESTS_PATIENCE"
 AT_THE_END = "all have ended"
 
 LIMIT_S = 90
@@ -99,7 +101,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Watch a test with its setup and its teardown."""
     note(item.nodeid)
     mark = item.get_closest_marker("limit")
-    with guard.within(mark.args[0] if mark else LIMIT_S):
+    limit_s = mark.args[0] if mark else LIMIT_S
+    with guard.within(limit_s * float(os.environ.get(PATIENCE, "1"))):
         return (yield)
 
 

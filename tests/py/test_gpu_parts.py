@@ -94,3 +94,12 @@ def test_every_file_has_a_part_and_all_parts_their_time(capsys):
     assert gpu_parts.main(["--long"]) == 2
     assert gpu_parts.main(["no such part"]) == 2
     assert "gpt_bits" in capsys.readouterr().err
+
+
+def test_what_is_left_out_under_memcheck_is_there():
+    (part,) = [each for each in gpu_parts.memcheck_parts() if each.name == "core"]
+    assert gpu_parts.MEMCHECK[0] in part.command
+    for name in gpu_parts.NOT_UNDER_MEMCHECK:
+        file, _, test = name.partition("::")
+        assert file in part.command
+        assert f"def {test}(" in (TESTS.parent / file).read_text()
