@@ -80,6 +80,8 @@ def run_here(name: str, device: str, budget: int | None, *, paged: bool) -> Ran:
     np.random.seed(SEED)
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # The one attention on CUDA whose backward pass has other bits each time even so.
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
     program = PROGRAMS[name][0]
     simulated = device == "cpu"
     with ExitStack() as stack:
