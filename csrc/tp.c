@@ -125,11 +125,13 @@ void tp_core_set_planning(tp_core *core, bool planning) {
     leave(pager);
 }
 
-void tp_core_set_recompute(tp_core *core, bool recompute) {
+void tp_core_set_recompute(tp_core *core, bool park, bool recompute) {
     tp_pager *pager = enter(core);
-    const bool changes = pager->plans.recompute != recompute;
+    park = park || recompute;
+    const bool changes = pager->plans.recompute != recompute || pager->plans.park != park;
     pager->plans.recompute = recompute;
-    if (!recompute) pager->executor.drop_count = 0;
+    pager->plans.park = park;
+    if (changes) pager->executor.drop_count = 0;
     if (changes) tp_plans_renew(pager);
     leave(pager);
 }

@@ -63,10 +63,11 @@ TP_API TP_MUST_USE tp_status tp_core_set_offload(tp_core *core, bool offload, tp
 /* Whether plans are made and followed; they are, unless this says otherwise. Without them bytes move
  * on demand. */
 TP_API void tp_core_set_planning(tp_core *core, bool planning);
-/* Whether plans may drop blocks of operators with recipes (tp_op.recipe) and count on their being made
- * again; they may not, unless this says so. Then the hook `drop` tells of them, and tp_op.keep_recipe
- * says what may be asked for. Plans are made anew. */
-TP_API void tp_core_set_recompute(tp_core *core, bool recompute);
+/* What may become of blocks of operators with recipes (tp_op.recipe) where a plan is followed: those that
+ * it evicts are parked, and with `recompute` (which implies `park`) it drops others and counts on
+ * their being made again. Neither, unless this says so. The hook `drop` tells of them, and
+ * tp_op.keep_recipe says what may be asked for. Plans are made anew where `recompute` changes. */
+TP_API void tp_core_set_recompute(tp_core *core, bool park, bool recompute);
 TP_API void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks);
 /* Makes room in the budget for `bytes` more of the foreign allocator: gives up cached frames, then
  * evicts, then tells it through foreign_cap. *granted_cap_bytes: what it may hold now. May wait. */

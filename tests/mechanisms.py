@@ -54,6 +54,7 @@ _SCHEDULES = "test_core::tight_schedules_agree_with_the_model"
 _PROOF = ("TP_RULE_FINGERPRINT",)
 _DROPS = "tests/py/test_recompute_rules.py::"
 _TRIAL = ("kRuleTrial",)
+_COUNTED = ("kRuleCounted",)
 
 ROWS: tuple[Row, ...] = (
     Row("last-use markers", "TP_RULE_WRITE_BACK_ORDER", _SCHEDULES, _PROOF),
@@ -147,6 +148,7 @@ ROWS: tuple[Row, ...] = (
         "what may be dropped",
         "kRuleRegion",
         _DROPS + "test_what_custom_functions_use_and_make_keeps_its_bytes",
+        _COUNTED,
     ),
     Row(
         "what may be dropped",
@@ -164,6 +166,7 @@ ROWS: tuple[Row, ...] = (
         "what may be dropped",
         "kRuleBackward",
         _DROPS + "test_what_a_backward_pass_makes_keeps_its_bytes",
+        _COUNTED,
     ),
     Row(
         "what may be dropped",
@@ -182,6 +185,12 @@ ROWS: tuple[Row, ...] = (
         "what may be dropped",
         "kRuleKernel",
         _DROPS + "test_what_an_operator_saves_before_it_writes_is_not_made_again",
+        _COUNTED,
+    ),
+    Row(
+        "what may be dropped",
+        "kRuleCounted",
+        _DROPS + "test_what_code_has_that_is_not_autograds_keeps_its_bytes",
     ),
 )
 

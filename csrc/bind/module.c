@@ -399,12 +399,12 @@ static PyObject *core_set_offload(PyObject *module, PyObject *args) {
 }
 
 static PyObject *core_set_recompute(PyObject *module, PyObject *args) {
-    int slot, recompute;
-    if (!PyArg_ParseTuple(args, "ip", &slot, &recompute)) return NULL;
+    int slot, park, recompute;
+    if (!PyArg_ParseTuple(args, "ipp", &slot, &park, &recompute)) return NULL;
     tp_core *core = core_at(module, slot);
     if (core == NULL) return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    tp_core_set_recompute(core, recompute != 0);
+    tp_core_set_recompute(core, park != 0, recompute != 0);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }

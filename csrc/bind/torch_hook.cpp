@@ -381,6 +381,7 @@ struct Frame {
     bool wrapper = false;           /* around the same operator below autocast */
     std::shared_ptr<Recipe> recipe; /* of the operator; null: it has none */
     std::vector<tp_addr> born;      /* with a recipe: the blocks allocated in it */
+    std::vector<Counted> counted;   /* operands whose references are counted */
     std::atomic<bool> ended{false};
     CoreOp first;
     alignas(8) unsigned char context[64]; /* room for the FrameContext handed to PyTorch */
@@ -557,6 +558,7 @@ void Thread::pop(Frame *frame) {
 
 void Thread::recycle(Frame *frame) {
     frame->recipe.reset();
+    frame->counted.clear();
     frame->outer = pool_;
     pool_ = frame;
 }
@@ -1039,6 +1041,18 @@ void capture(Frame *frame, const OperatorUse &use, const at::RecordFunction &fn)
     frame->recipe = recompute_capture(*use.op, fn.inputs());
 }
 
+/* Autograd saves in operators of its own that are not inside of others, or only below autocast. */
+void count_before(Frame *frame, const OperatorUse &use, const at::RecordFunction &fn) {
+    bool saves = !use.foreign && !frame->wrapper && at::GradMode::is_enabled();
+    for (const Frame *outer = frame->outer; outer != nullptr; outer = outer->outer) {
+        saves = saves && outer->wrapper;
+    }
+    const auto inputs = fn.inputs();
+    if (saves)
+        recompute_count_before(inputs.slice(start_of_own(inputs, use.argument_count)),
+                               frame->counted);
+}
+
 /* An operator that makes views: their storage may have a recipe. */
 std::unique_ptr<at::ObserverContext> start_view(const OperatorUse &use,
                                                 const at::RecordFunction &fn) {
@@ -1071,6 +1085,7 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
             frame->wrapper = recompute_wraps(use.rerun);
         }
         for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
+        if (C10_UNLIKELY(recompute_tracks())) count_before(frame, use, fn);
         if (C10_UNLIKELY(frame->may_rerun)) capture(frame, use, fn);
     }
     if (C10_UNLIKELY(use.exports)) {
@@ -1152,6 +1167,18 @@ void end_recipe(const at::RecordFunction &fn, Frame *frame) noexcept {
     }
 }
 
+/* What autograd has saved of its operands. */
+void end_counted(const at::RecordFunction &fn, Frame *frame) noexcept {
+    try {
+        const c10::ArrayRef<c10::IValue> values(fn.outputs());
+        recompute_count_after(frame->counted,
+                              values.slice(start_of_own(values, frame->return_count)));
+    } catch (...) {
+        /* Out of host memory: it counts as others', so that nothing goes. */
+    }
+    frame->counted.clear();
+}
+
 void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
     if (context == nullptr || disabled.load(std::memory_order_relaxed)) return;
     Frame *frame = static_cast<HookContext *>(context)->frame_;
@@ -1162,6 +1189,7 @@ void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
     Thread *current = this_thread(frame);
     if (current == nullptr || frame->ended.load(std::memory_order_acquire)) return;
     if (C10_UNLIKELY(frame->recipe != nullptr)) end_recipe(fn, frame);
+    if (C10_UNLIKELY(!frame->counted.empty())) end_counted(fn, frame);
     if (frame->results_empty) {
         end_frame(frame, current, nullptr);
         return;

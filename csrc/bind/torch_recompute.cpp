@@ -148,6 +148,22 @@ template <class T> struct Weak<c10::intrusive_ptr<T>> {
 };
 using WeakNode = Weak<std::decay_t<decltype(std::declval<const at::Tensor &>().grad_fn())>>;
 
+/* References to a tensor that a node of autograd has, until it runs or goes. */
+struct Save {
+    WeakNode node;
+    uint64_t key; /* node_key */
+    size_t count;
+};
+
+/* A tensor over a storage. */
+struct Known {
+    explicit Known(WeakTensor its) : tensor(std::move(its)) {}
+    WeakTensor tensor;
+    c10::SmallVector<Save, 2> saves;
+    const c10::TensorImpl *base = nullptr; /* that it is a view of */
+    size_t base_count = 0;                 /* its references to that */
+};
+
 /* A storage that a recipe has made. */
 struct Made {
     explicit Made(WeakStorage its) : storage(std::move(its)) {}
@@ -160,9 +176,11 @@ struct Made {
     size_t own = 0; /* references to the storage that the operator itself left behind:
                         what autograd keeps of results, in `saver`, until that runs */
     WeakNode saver;
-    size_t held = 0;                 /* ours: it is needed by what is dropped */
-    std::vector<WeakTensor> tensors; /* the result, and the views of it that operators made */
-    bool refused = false;            /* code that we cannot see has used it */
+    uint64_t saver_key = 0;
+    size_t held = 0;            /* ours: it is needed by what is dropped */
+    std::vector<Known> tensors; /* the result, and the views of it that operators made */
+    bool refused = false;       /* code that we cannot see has used it */
+    bool cast_of_leaf = false;  /* autocast keeps those until it is left */
     Dropped *dropped = nullptr;
 };
 
@@ -208,7 +226,8 @@ class Recipe {
     /* Some operators take another way, with other bits, where nothing is to be differentiated. */
     bool grad_mode = c10::GradMode::is_enabled();
     uint64_t kind = 0;
-    uint32_t depth = 0; /* recipes in a row that it keeps */
+    uint32_t depth = 0;   /* recipes in a row that it keeps */
+    bool of_leaf = false; /* its last operand is one that gradients are for */
     bool valid = true;  /* no input has been written */
 };
 
@@ -290,6 +309,8 @@ thread_local std::string no_memory; /* says so */
 
 const char *const kGivenUp =
     "torchpager gave up the bytes of this tensor, which can be made again, and ";
+const char *const kParked =
+    "torchpager has moved the bytes of this tensor, which only autograd had, to the host, and ";
 
 /* One rerun at a time: what they do is short, and they bring back for each other. */
 std::recursive_mutex &rerun_mutex() {
@@ -499,6 +520,7 @@ bool capture_tensor(Recipe &recipe, const at::Tensor &tensor, uint32_t argument,
     hash_geometry(geometry, &recipe.kind);
     /* Some operators choose their kernel by it. */
     recipe.kind = mixed(recipe.kind, tensor.requires_grad() ? 13u : 17u);
+    recipe.of_leaf = tensor.requires_grad() && tensor.is_leaf();
     Input input(storage.getWeakStorageImpl());
     input.argument = argument;
     input.item = item;
@@ -653,11 +675,33 @@ const c10::Storage *storage_of_tensor(const at::Tensor &tensor) {
     return storage ? &storage : nullptr;
 }
 
-void add_tensor(Made &made, const at::Tensor &tensor) {
-    for (const WeakTensor &known : made.tensors) {
-        if (known._unsafe_get_target() == tensor.unsafeGetTensorImpl()) return;
+Known *find_tensor(Made &made, const c10::TensorImpl *impl) {
+    for (Known &known : made.tensors) {
+        if (known.tensor._unsafe_get_target() == impl) return &known;
     }
-    made.tensors.emplace_back(tensor.getIntrusivePtr());
+    return nullptr;
+}
+
+/* A view is one for autograd only when the outermost operator that made it has ended. */
+void note_base(Known &known, const at::Tensor &tensor) {
+    const auto *view = torch::autograd::impl::get_view_autograd_meta(tensor);
+    known.base = nullptr;
+    known.base_count = 0;
+    const auto note = [&known](const at::Tensor &base) {
+        known.base = base.unsafeGetTensorImpl();
+        known.base_count++;
+    };
+    if (view == nullptr) return;
+    if (view->has_bw_view()) note(view->get_backward_view().base_);
+    if (view->has_fw_view() && !view->shared_view_info()) note(view->get_forward_view().base_);
+}
+
+Known &add_tensor(Made &made, const at::Tensor &tensor) {
+    Known *known = find_tensor(made, tensor.unsafeGetTensorImpl());
+    if (known == nullptr)
+        known = &made.tensors.emplace_back(WeakTensor(tensor.getIntrusivePtr()));
+    note_base(*known, tensor);
+    return *known;
 }
 
 /* What is gone goes when a map has doubled. */
@@ -674,6 +718,27 @@ template <class Map> void sweep(Map &map, size_t &limit) {
 
 uint64_t node_key(uint64_t sequence, uint64_t thread) { return mixed(sequence, thread); }
 
+/* The node of autograd that an operator has made, and its key; 0: none. */
+std::pair<WeakNode, uint64_t> first_node(c10::ArrayRef<c10::IValue> outputs) {
+    std::pair<WeakNode, uint64_t> found{{}, 0};
+    const auto look = [&found](const at::Tensor &tensor) {
+        if (found.second != 0 || !tensor.defined() || tensor.grad_fn() == nullptr) return;
+        const auto &node = tensor.grad_fn();
+        found = {WeakNode(node), node_key(node->sequence_nr(), node->thread_id())};
+    };
+    for (const c10::IValue &output : outputs) each_tensor(output, look);
+    return found;
+}
+
+/* References to a result while its operator ends: the caller's, and a copy for the hook. */
+constexpr size_t kReturned = 2;
+
+/* A parameter cast to a type of fewer bits, as autocast does, whose cache has a reference to it. */
+bool is_cast_of_leaf(const Recipe &recipe, const at::Tensor &result) {
+    return recipe.of_leaf && result.element_size() < 4 &&
+           std::strcmp(recipe.handle.schema().name().c_str(), "aten::_to_copy") == 0;
+}
+
 /* Who holds the references to the storage that the operator has left behind. */
 void note_saver(Registry &r, const std::shared_ptr<Made> &made, const at::Tensor &tensor) {
     const auto &node = tensor.grad_fn();
@@ -682,7 +747,8 @@ void note_saver(Registry &r, const std::shared_ptr<Made> &made, const at::Tensor
         return;
     }
     made->saver = WeakNode(node);
-    r.savers[node_key(node->sequence_nr(), node->thread_id())].push_back(made);
+    made->saver_key = node_key(node->sequence_nr(), node->thread_id());
+    r.savers[made->saver_key].push_back(made);
 }
 
 void read_by(Registry &r, const std::shared_ptr<Recipe> &recipe) {
@@ -707,6 +773,7 @@ void recompute_captured(const std::shared_ptr<Recipe> &recipe,
     Registry &r = registry();
     const Guard guard(r.mutex);
     uint32_t ordinal = 0;
+    const auto [node, key] = first_node(outputs);
     std::vector<std::shared_ptr<Made>> made;
     const auto note = [&](const at::Tensor &tensor) {
         const uint32_t number = ordinal++;
@@ -729,8 +796,13 @@ void recompute_captured(const std::shared_ptr<Recipe> &recipe,
         one->addr = addr;
         one->bytes = storage->unsafeGetStorageImpl()->nbytes();
         one->own = storage->use_count() - 1;
-        add_tensor(*one, tensor);
+        one->cast_of_leaf = is_cast_of_leaf(*recipe, tensor);
+        Known &known = add_tensor(*one, tensor);
         if (one->own > 0) note_saver(r, one, tensor);
+        if (key != 0 && tensor.use_count() > kReturned) {
+            known.saves.push_back({node, key, tensor.use_count() - kReturned});
+            r.savers[key].push_back(one);
+        }
         recipe->outputs.back() = one;
         r.live.emplace(addr, one);
         made.push_back(std::move(one));
@@ -767,6 +839,46 @@ void recompute_note_views(c10::ArrayRef<c10::IValue> outputs) {
             const auto *made = live_at(r, storage->unsafeGetStorageImpl());
             if (made != nullptr) add_tensor(**made, tensor);
         });
+    }
+}
+
+/* Whoever calls has a reference for each time that a tensor is among the operands. Where they are boxed for
+ * the hook those are copies, which end with the callback; else they are the stack's, which the
+ * operator takes. */
+void recompute_count_before(c10::ArrayRef<const c10::IValue> inputs, std::vector<Counted> &out) {
+    Registry &r = registry();
+    const Guard guard(r.mutex);
+    const auto note = [&](const at::Tensor &tensor) {
+        const c10::Storage *storage = storage_of_tensor(tensor);
+        if (storage == nullptr) return;
+        const tp_addr addr = addr_of_storage(storage->unsafeGetStorageImpl());
+        const auto found = addr != 0 ? r.live.find(addr) : r.live.end();
+        const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+        if (found == r.live.end() || find_tensor(*found->second, impl) == nullptr) return;
+        for (Counted &counted : out) {
+            if (counted.tensor._unsafe_get_target() != impl) continue;
+            counted.before--;
+            return;
+        }
+        out.push_back({WeakTensor(tensor.getIntrusivePtr()), addr, tensor.use_count() - 1});
+    };
+    for (const c10::IValue &input : inputs) each_tensor(input, note);
+}
+
+void recompute_count_after(const std::vector<Counted> &counted,
+                           c10::ArrayRef<c10::IValue> outputs) {
+    const auto [node, key] = first_node(outputs);
+    if (key == 0) return; /* nothing is saved */
+    Registry &r = registry();
+    const Guard guard(r.mutex);
+    for (const Counted &each : counted) {
+        const size_t after = each.tensor.use_count();
+        const auto found = r.live.find(each.addr);
+        if (after <= each.before || found == r.live.end()) continue;
+        Known *known = find_tensor(*found->second, each.tensor._unsafe_get_target());
+        if (known == nullptr) continue;
+        known->saves.push_back({node, key, after - each.before});
+        r.savers[key].push_back(found->second);
     }
 }
 
@@ -988,7 +1100,8 @@ void bring_back_or_throw(std::shared_ptr<Made> made, Again &again, bool for_oper
         registry().counts.failed_reruns++;
         const auto storage = made->storage.lock();
         if (storage != nullptr && made->dropped != nullptr) {
-            refuse_pointer(storage.get(), kGivenUp + ("making them failed: " + why));
+            refuse_pointer(storage.get(), parked ? kParked + ("bringing them back failed: " + why)
+                                                 : kGivenUp + ("making them failed: " + why));
         }
         throw;
     }
@@ -1022,16 +1135,31 @@ bool is_held_by_python(const WeakTensor &tensor) {
     return tensor.use_count() < 2 || !slot->has_unique_reference();
 }
 
-/* Every tensor over the storage is known, and none is within Python's reach. */
+/* Nobody has a reference to the tensor but autograd, views of it, and its own object, which Python has none
+ * to. */
+bool is_only_saved(const Made &made, const Known &known) {
+    const c10::TensorImpl *impl = known.tensor._unsafe_get_target();
+    size_t count = (impl->pyobj_slot()->load_pyobj() != nullptr) + made.cast_of_leaf;
+    for (const Save &save : known.saves) {
+        if (!save.node.expired()) count += save.count;
+    }
+    for (const Known &view : made.tensors) {
+        if (view.base == impl && view.tensor.use_count() > 0) count += view.base_count;
+    }
+    return known.tensor.use_count() <= count;
+}
+
+/* Every tensor over the storage is known, and who has it. */
 bool is_out_of_reach(const Made &made, size_t use_count) {
     const bool saved = !made.saver.expired() || !in_force(kRuleSaved);
-    size_t known = made.held + (saved ? made.own : 0);
-    for (const WeakTensor &weak : made.tensors) {
-        if (weak.use_count() == 0) continue;
-        if (in_force(kRulePython) && is_held_by_python(weak)) return false;
-        known++;
+    size_t count = made.held + (saved ? made.own : 0);
+    for (const Known &known : made.tensors) {
+        if (known.tensor.use_count() == 0) continue;
+        if (in_force(kRulePython) && is_held_by_python(known.tensor)) return false;
+        if (in_force(kRuleCounted) && !is_only_saved(made, known)) return false;
+        count++;
     }
-    return use_count <= known || !in_force(kRuleHolders);
+    return use_count <= count || !in_force(kRuleHolders);
 }
 
 /* Whether the recipe would find what it needs, which is added to `leaves`. */
@@ -1148,7 +1276,7 @@ Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *
     for (const c10::Storage &leaf : leaves) r.dependents[leaf.unsafeGetStorageImpl()];
     c10::DataPtr &slot = storage->_mutable_data_ptr_no_checks();
     if (park && slot.get_context() != slot.get()) return Drop::NEVER;
-    std::string why = std::string(kGivenUp) +
+    std::string why = std::string(park ? kParked : kGivenUp) +
                       "code that it does not see, or a forked child, has asked for them: "
                       "torchpager.pin() keeps a tensor as it is";
     /* The core is asked first: an operator in progress, whose block stays, may be reading the pointer,
@@ -1351,8 +1479,13 @@ void recompute_node_runs(uint64_t sequence, uint64_t thread) {
     const auto found = r.savers.find(node_key(sequence, thread));
     if (found == r.savers.end()) return;
     for (const auto &weak : found->second) {
-        if (const auto made = weak.lock(); made != nullptr && in_force(kRuleSaved))
-            made->own = 0;
+        const auto made = weak.lock();
+        if (made == nullptr || !in_force(kRuleSaved)) continue;
+        if (made->saver_key == found->first) made->own = 0;
+        for (Known &known : made->tensors) {
+            for (Save &save : known.saves)
+                if (save.key == found->first) save.count = 0;
+        }
     }
     r.savers.erase(found);
 }

@@ -57,7 +57,8 @@ enum RecomputeRule : uint32_t {
     kRuleNumerics = 1 << 11,  /* settings are those of the first time */
     kRuleForeign = 1 << 12,   /* no input is memory whose address was handed out */
     kRuleSaved = 1 << 13,     /* autograd holds what it has saved until its node has run */
-    kRuleKernel = 1 << 14 /* nothing made inside of an operator with a kernel has a recipe */
+    kRuleKernel = 1 << 14, /* nothing made inside of an operator with a kernel has a recipe */
+    kRuleCounted = 1 << 15 /* what somebody has a reference to who is not autograd stays */
 };
 /* The sum of those that are taken away. hook_forget_operators() goes with it. */
 void recompute_rules_off(uint32_t mask);
@@ -103,6 +104,20 @@ void recompute_captured(const std::shared_ptr<Recipe> &recipe,
 /* Tensors that share a storage: an operator has made a view. May throw bad_alloc. */
 bool recompute_knows(c10::ArrayRef<const c10::IValue> inputs);
 void recompute_note_views(c10::ArrayRef<c10::IValue> outputs);
+
+/* What an operator leaves behind on its operands' tensors is what autograd has saved of them: a
+ * reference that is not counted so belongs to code that nobody knows, which may use it anyhow. */
+struct Counted {
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
+    tp_addr addr;  /* of its storage */
+    size_t before; /* references, without the operator's own */
+};
+/* An operator of PyTorch's begins that is not inside of another. `out` gets those of its operands
+ * that may be parked or dropped one day. May throw bad_alloc. */
+void recompute_count_before(c10::ArrayRef<const c10::IValue> inputs, std::vector<Counted> &out);
+/* It has ended. May throw bad_alloc. */
+void recompute_count_after(const std::vector<Counted> &counted,
+                           c10::ArrayRef<c10::IValue> outputs);
 
 /* ---- dropping and bringing back -------------------------------------------------------------- */
 

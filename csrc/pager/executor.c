@@ -85,7 +85,8 @@ static tp_block *block_of(const tp_step *step, const tp_act *act) {
 
 static void drop(tp_pager *pager, tp_block *block, bool park) {
     tp_executor *it = &pager->executor;
-    if (!pager->plans.recompute || it->drop_count == TP_DROPS_MAX) return;
+    const bool may = park ? pager->plans.park : pager->plans.recompute;
+    if (!may || it->drop_count == TP_DROPS_MAX) return;
     for (uint32_t i = 0; i < it->drop_count; i++)
         if (it->drops[i].block == block) return; /* another extent of it */
     it->drops[it->drop_count++] =
@@ -289,7 +290,7 @@ void tp_executor_launched(tp_pager *pager) {
 
 bool tp_executor_needs_recipe(const tp_pager *pager) {
     const tp_executor *it = &pager->executor;
-    if (!it->following || !pager->plans.recompute || !pager->steps.matched) return false;
+    if (!it->following || !pager->plans.park || !pager->steps.matched) return false;
     const tp_step *step = followed(pager);
     return step != NULL && tp_plans_reruns(&pager->plans, step, it->op);
 }

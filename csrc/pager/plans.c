@@ -116,11 +116,11 @@ bool tp_plans_step(tp_pager *pager) {
     if (draft_make(pager, step, &it)) {
         tp_plan plan = {0};
         const uint64_t began = tp_now_ns();
-        const bool recompute = pager->plans.recompute;
+        const bool park = pager->plans.park;
         tp_lock_drop(&pager->lock);
         const tp_status status = tp_plan_make(&it.trace, &it.config, &plan, NULL);
         free(it.blocks);
-        uint64_t *needed = recompute ? list_needed(step, &plan) : NULL;
+        uint64_t *needed = park ? list_needed(step, &plan) : NULL;
         tp_lock_take(&pager->lock);
         tp_schedule *schedule = &pager->plans.at[step->slot];
         tp_plan_fini(&schedule->plan);

@@ -31,6 +31,7 @@ typedef struct tp_plans {
     bool thread_started, stop;
     bool off;             /* none are made or found */
     bool recompute;       /* blocks may be dropped and made again */
+    bool park;            /* those that are evicted may lose their addresses (pager/park.h) */
     uint64_t seen_number; /* the last step that the thread was woken for */
 } tp_plans;
 

@@ -56,9 +56,9 @@ class AutoOffload(_control.Context):
         _control.use_slot(target.slot)
         self._undo_later(partial(optimizers.unwatch, self))
         optimizers.watch(self, target.slot)
-        if self._recompute:
+        if self._recompute or _control.debug("park"):
             self._undo_later(partial(recompute.stop, self))
-            recompute.start(self, target.slot)
+            recompute.start(self, target.slot, again=self._recompute)
 
 
 def auto_offload(

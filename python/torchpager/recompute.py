@@ -1,7 +1,8 @@
-"""Making bytes again instead of moving them: which contexts ask for it, and what came of it.
+"""Bytes that only autograd keeps: parked without an address, or made again instead of moved.
 
-What may be made again, and how, is below: ``csrc/bind/torch_recompute.h``. Here it is switched
-on for as long as any :func:`torchpager.auto_offload` with ``recompute=True`` is active.
+What may be, and how, is below: ``csrc/bind/torch_recompute.h``. Here both are switched on for
+as long as any :func:`torchpager.auto_offload` with ``recompute=True`` is active, and parking
+alone while one asks for that.
 """
 
 from dataclasses import dataclass
@@ -10,28 +11,34 @@ from torchpager import _core, _torch_cpu, patches
 
 _OFF, _PLANNED, _FORCED, _PARKED = 0, 1, 2, 3
 
-_active: dict[object, int] = {}
+# Slot, and whether bytes may be made again, for each context.
+_active: dict[object, tuple[int, bool]] = {}
 _mode = _PLANNED
 
 
-def start(owner: object, slot: int) -> None:
-    """Let plans of a device drop what can be made again, until ``stop(owner)``."""
-    _active[owner] = slot
-    if slot != _core.SIM_SLOT:
+def start(owner: object, slot: int, *, again: bool) -> None:
+    """Let plans of a device park, and with ``again`` drop, until ``stop(owner)``."""
+    _active[owner] = slot, again
+    if again and slot != _core.SIM_SLOT:
         patches.install_pointers()
-    _core.set_recompute(slot, True)
+    _set(slot)
     _torch_cpu.recompute_mode(_mode)
 
 
 def stop(owner: object) -> None:
     """Undo ``start(owner)``. What is dropped comes back when nobody else asks for it."""
-    slot = _active.pop(owner, None)
-    if slot is not None and slot not in _active.values() and _core.is_open(slot):
-        _core.set_recompute(slot, False)
+    slot, _ = _active.pop(owner, (None, False))
+    if slot is not None and _core.is_open(slot):
+        _set(slot)
     if not _active:
         _torch_cpu.recompute_mode(_OFF)
-    if not set(_active.values()) - {_core.SIM_SLOT}:
+    if not any(again and where != _core.SIM_SLOT for where, again in _active.values()):
         patches.uninstall_pointers()
+
+
+def _set(slot: int) -> None:
+    wanted = [again for where, again in _active.values() if where == slot]
+    _core.set_recompute(slot, bool(wanted), any(wanted))
 
 
 def force(on: bool, *, park: bool = False) -> None:

@@ -284,7 +284,7 @@ static void forward(program *p, uint32_t idx, uint32_t first, uint32_t second) {
     /* The first one draws random numbers, say. */
     op.recipe = idx != FIRST_MIDDLE && !p->options.no_recipes;
     begin_op(p, &op, accesses, it.input_count);
-    if (idx == p->options.switched_at) tp_core_set_recompute(p->core, false);
+    if (idx == p->options.switched_at) tp_core_set_recompute(p->core, false, false);
     it.kept = op.keep_recipe;
     p->kept_count += op.keep_recipe;
     born(p, idx, idx < FIRST_RESULT ? MIDDLE_BYTES : RESULT_BYTES, TP_ALLOC_PINNED);
@@ -364,7 +364,7 @@ static void open_program(program *p, const options *o) {
                               .no_thread = !o->thread,
                               .hooks = {.ctx = p, .drop = let_go}};
     MUST_OK(tp_core_create(&config, p->dev, &p->core, &test_error));
-    tp_core_set_recompute(p->core, o->recompute);
+    tp_core_set_recompute(p->core, false, o->recompute);
     tp_core_set_planning(p->core, !o->no_plans);
     for (uint32_t i = 0; i < LAYERS; i++) {
         born(p, i, WEIGHT_BYTES, 0);
@@ -613,7 +613,7 @@ static void wander(program *p, uint64_t *seed) {
 static void disturb(program *p, uint64_t *seed) {
     const uint64_t choice = test_random_below(seed, 12);
     const size_t budget = BUDGET + test_random_below(seed, 8) * RESULT_BYTES;
-    if (choice == 0) tp_core_set_recompute(p->core, test_random_below(seed, 2) == 0);
+    if (choice == 0) tp_core_set_recompute(p->core, false, test_random_below(seed, 2) == 0);
     if (choice == 1) tp_core_set_planning(p->core, test_random_below(seed, 2) == 0);
     if (choice == 2) p->options.refuse = test_random_below(seed, 3) == 0;
     if (choice == 3) EXPECT_OK(tp_core_set_budget(p->core, budget, TP_NO_LIMIT, &test_error));
@@ -763,12 +763,12 @@ TEST(switching_makes_plans_anew) {
     program p;
     open_settled(&p, &(options){0});
     EXPECT_EQ(run_steps(&p, 2).asked, 0);
-    tp_core_set_recompute(p.core, true);
+    tp_core_set_recompute(p.core, false, true);
     train(&p);
     train(&p);
     EXPECT(stats_of(&p).planned_drop_bytes > 0);
     EXPECT(run_steps(&p, 2).drops > 0);
-    tp_core_set_recompute(p.core, false);
+    tp_core_set_recompute(p.core, false, false);
     const outcome after = run_steps(&p, 2);
     EXPECT_EQ(after.asked + after.kept, 0);
     EXPECT_EQ(stats_of(&p).planned_drop_bytes, 0);
@@ -802,7 +802,7 @@ TEST(what_is_dropped_comes_back_whatever_is_switched_off_meanwhile) {
         go_forward(&p);
         EXPECT(stats_of(&p).dropped.current > 0);
         if (i == 0) tp_core_set_planning(p.core, false);
-        if (i == 1) tp_core_set_recompute(p.core, false);
+        if (i == 1) tp_core_set_recompute(p.core, false, false);
         if (i == 2) {
             EXPECT_OK(tp_core_set_budget(p.core, 4 * BUDGET, TP_NO_LIMIT, &test_error));
             EXPECT_OK(tp_core_set_offload(p.core, false, &test_error));
@@ -812,7 +812,7 @@ TEST(what_is_dropped_comes_back_whatever_is_switched_off_meanwhile) {
         for (uint32_t k = 0; k < LAYERS; k++) write(&p, k);
         tp_mark_step(p.core, TP_STEP_ASKED);
         tp_core_set_planning(p.core, true);
-        tp_core_set_recompute(p.core, true);
+        tp_core_set_recompute(p.core, false, true);
         for (int k = 0; k < 3; k++) train(&p);
     }
     close_program(&p);

@@ -243,6 +243,33 @@ def test_what_somebody_unknown_has_keeps_its_bytes():
         assert drops.count == 1
 
 
+class Holder(nn.Module):
+    """Scripted, it keeps a tensor where Python does not see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = torch.zeros(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:Warning")
+def test_what_code_has_that_is_not_autograds_keeps_its_bytes():
+    holder = torch.jit.script(Holder())
+    with forced() as drops:
+        x, weight = torch.rand(64, 64), torch.rand(64, 64, requires_grad=True)
+        y = torch.exp(x)
+        holder.kept = y
+        products = [y * weight, (y.t() * weight).relu(), (weight - y) * y[:32].t().mean()]
+        loss = sum(each.sum() for each in products)
+        del y, products
+        operators()
+        assert address(holder.kept)
+        others = drops.count
+        holder.kept = torch.zeros(1)
+        operators()
+        assert drops.count == others + 1
+        loss.backward()
+
+
 class Keeps(torch.autograd.Function):
     """Asks for the address of what it has saved, as one that calls an extension does."""
 
