@@ -228,7 +228,7 @@ class Recipe {
     uint64_t kind = 0;
     uint32_t depth = 0;   /* recipes in a row that it keeps */
     bool of_leaf = false; /* its last operand is one that gradients are for */
-    bool valid = true;  /* no input has been written */
+    bool valid = true;    /* no input has been written */
 };
 
 namespace {
@@ -845,7 +845,8 @@ void recompute_note_views(c10::ArrayRef<c10::IValue> outputs) {
 /* Whoever calls has a reference for each time that a tensor is among the operands. Where they are boxed for
  * the hook those are copies, which end with the callback; else they are the stack's, which the
  * operator takes. */
-void recompute_count_before(c10::ArrayRef<const c10::IValue> inputs, std::vector<Counted> &out) {
+void recompute_count_before(c10::ArrayRef<const c10::IValue> inputs,
+                            std::vector<Counted> &out) {
     Registry &r = registry();
     const Guard guard(r.mutex);
     const auto note = [&](const at::Tensor &tensor) {
@@ -1100,8 +1101,9 @@ void bring_back_or_throw(std::shared_ptr<Made> made, Again &again, bool for_oper
         registry().counts.failed_reruns++;
         const auto storage = made->storage.lock();
         if (storage != nullptr && made->dropped != nullptr) {
-            refuse_pointer(storage.get(), parked ? kParked + ("bringing them back failed: " + why)
-                                                 : kGivenUp + ("making them failed: " + why));
+            refuse_pointer(storage.get(), parked
+                                              ? kParked + ("bringing them back failed: " + why)
+                                              : kGivenUp + ("making them failed: " + why));
         }
         throw;
     }

@@ -364,7 +364,7 @@ static void open_program(program *p, const options *o) {
                               .no_thread = !o->thread,
                               .hooks = {.ctx = p, .drop = let_go}};
     MUST_OK(tp_core_create(&config, p->dev, &p->core, &test_error));
-    tp_core_set_recompute(p->core, false, o->recompute);
+    tp_core_set_recompute(p->core, o->park, o->recompute);
     tp_core_set_planning(p->core, !o->no_plans);
     for (uint32_t i = 0; i < LAYERS; i++) {
         born(p, i, WEIGHT_BYTES, 0);
@@ -757,6 +757,17 @@ TEST(operator_that_is_not_in_the_plan_keeps_no_recipe) {
     close_program(&p);
 }
 
+TEST(parking_alone_drops_nothing) {
+    digest with;
+    const outcome moved = measure(&(options){0}, &with);
+    const outcome parked = measure(&(options){.park = true}, &with);
+    EXPECT_EQ(moved.parks, 0);
+    EXPECT(parked.parks > 0);
+    EXPECT_EQ(parked.asked + parked.drops + parked.planned_drop_bytes, 0);
+    EXPECT(parked.kept > 0); /* what is parked is known by its recipe */
+    EXPECT(parked.ns <= moved.ns * 11 / 10); /* mapping takes no time on this device */
+}
+
 /* ---- switching --------------------------------------------------------------------------- */
 
 TEST(switching_makes_plans_anew) {
@@ -770,7 +781,7 @@ TEST(switching_makes_plans_anew) {
     EXPECT(run_steps(&p, 2).drops > 0);
     tp_core_set_recompute(p.core, false, false);
     const outcome after = run_steps(&p, 2);
-    EXPECT_EQ(after.asked + after.kept, 0);
+    EXPECT_EQ(after.asked + after.kept + after.parks, 0);
     EXPECT_EQ(stats_of(&p).planned_drop_bytes, 0);
     close_program(&p);
 }
