@@ -251,7 +251,7 @@ def debug(what: str) -> bool:
 
     ``readonly``: what is unchanged since it was copied to the host is mapped read-only, so that
     a write that no operator announces faults where it stands. ``ondemand``: no plans are made.
-    ``park``: without ``recompute=True``, too, plans park what they move of what autograd alone has.
+    ``park``: what plans move of what only autograd has is parked even if nothing is recomputed.
     """
     return what in os.environ.get("TORCHPAGER_DEBUG", "").split(",")
 
