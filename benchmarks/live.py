@@ -93,6 +93,8 @@ class Row:
         A few steps have to do.
     recompute
         Inside torchpager, with ``auto_offload(recompute=True)``.
+    like
+        The row whose bits it must have; "": native. A compiled program has bits of its own.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Row:
     peer: str = ""
     slow: bool = False
     recompute: bool = False
+    like: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,10 +119,10 @@ class Steps:
         return self.warm + self.timed
 
 
-def ours(budget: str, peer: str = "") -> Row:
+def ours(budget: str, peer: str = "", like: str = "") -> Row:
     """Return a row inside a budget."""
     parts = ["ours", *([peer] if peer else []), budget.replace(" ", "")]
-    return Row("-".join(parts), paged=True, budget=budget, peer=peer)
+    return Row("-".join(parts), paged=True, budget=budget, peer=peer, like=like)
 
 
 def again(budget: str) -> Row:
@@ -145,6 +148,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         again("41%"),
         ours("14 GiB", "checkpoint"),
         *peers("selective", "checkpoint-75%", "checkpoint", "torchao", "torchao+checkpoint"),
+        *peers("compile-0.5", "compile-0.2"),
+        ours("45%", "compile-0.2", like="compile-0.2"),
         *peers(slow=("save_on_cpu", "fsdp2", "fsdp2+checkpoint")),
     ),
     "llama-generate": (*FIRST, *peers(slow=("dispatch-50%", "cpu_offload"))),
@@ -363,14 +368,20 @@ class Session:
         return found
 
 
-def compare(row: dict[str, Any], native: dict[str, Any]) -> None:
-    """Add to a row what it is beside native: time, and bits after as many steps."""
+def compare(
+    row: dict[str, Any], native: dict[str, Any], like: dict[str, Any] | None = None
+) -> None:
+    """Add to a row what it is beside native: time, and bits after as many steps.
+
+    Bits are those of ``like``, if there is such a row.
+    """
     if row["failed"] is not None:
         return
     row["ratio"] = row["step_s"] / native["step_s"]
+    row["bits_of"] = (like or native)["row"]
     different = []
     for after, mine in row["bits"].items():
-        theirs = native["bits"][after]
+        theirs = (like or native)["bits"][after]
         different += [name for name in theirs if mine.get(name) != theirs[name]]
     row["differences"] = sorted(set(different))
     row["bit_equal"] = not different
@@ -431,7 +442,9 @@ def cells(row: dict[str, Any], native: dict[str, Any]) -> list[str]:
     share = "-"
     if row["true_peak_bytes"] and native.get("true_peak_bytes"):
         share = f"{row['true_peak_bytes'] / native['true_peak_bytes']:.0%}"
-    bits = "yes" if row.get("bit_equal") else ", ".join(row.get("differences", ["?"]))
+    bits = ", ".join(row.get("differences", ["?"]))
+    if row.get("bit_equal"):
+        bits = "yes" if row["bits_of"] == "native" else f"as {row['bits_of']}"
     held = row.get("held_peak_bytes") or row.get("allocated_peak_bytes")
     return [
         *start, gib(held), gib(row["true_peak_bytes"]), share, f"{row['step_s']:.4f}",
@@ -525,8 +538,10 @@ class Bench:
         for row in others:
             if not wanted(row, only):
                 continue
-            if peak is None and "%" in (row.budget or ""):
-                self.left.append(row.name)  # nothing is known that it could be a share of
+            like = self.found.get(row.like, {"failed": "it has not run"})
+            no_share = peak is None and "%" in (row.budget or "")
+            if no_share or (row.like and like["failed"] is not None):
+                self.left.append(row.name)  # what it is a share of, or like, is not known
             else:
                 self._one(row, again, peak)
         return True
@@ -551,7 +566,8 @@ class Bench:
             self.left.append(row.name)  # cut short by us: no finding
             return
         session.row_seconds = whole
-        compare(found, self.found.get("native", found) if row.name != "native" else found)
+        native = self.found.get("native", found) if row.name != "native" else found
+        compare(found, native, self.found.get(row.like))
         add(self._path, found)
         self.found[row.name] = found
         took = "failed" if found["failed"] else f"{found['step_s']:.4f} s a step"
@@ -631,7 +647,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bench.left:
         print(f"left for the next run, which goes on here: {', '.join(bench.left)}")
     wrong = [
-        f"{each['row']}: other bits than native ({', '.join(each['differences'])})"
+        f"{each['row']}: other bits than {each['bits_of']} ({', '.join(each['differences'])})"
         for each in known
         if each["kind"] == "ours" and each["failed"] is None and not each["bit_equal"]
     ]

@@ -92,6 +92,19 @@ def selective(_device: str) -> Peer:
     return Peer(on_model=on_model)
 
 
+def compiled(memory_budget: float, _device: str) -> Peer:
+    """Compile each block; the compiler makes again what does not fit in its share of them."""
+
+    def on_model(_model: nn.Module, blocks: list[nn.Module]) -> None:
+        import torch._functorch.config as functorch
+
+        functorch.activation_memory_budget = memory_budget
+        for block in blocks:
+            block.compile()
+
+    return Peer(on_model=on_model)
+
+
 # -- offloading ----------------------------------------------------------------------------
 
 
@@ -173,6 +186,8 @@ PARTS: dict[str, Callable[[str], Peer]] = {
     "checkpoint-75%": partial(checkpointed, 0.75),
     "checkpoint-50%": partial(checkpointed, 0.5),
     "selective": selective,
+    "compile-0.5": partial(compiled, 0.5),
+    "compile-0.2": partial(compiled, 0.2),
     "save_on_cpu": save_on_cpu,
     "torchao": torchao_offload,
     "fsdp2": fsdp_offload,

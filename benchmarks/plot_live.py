@@ -79,7 +79,9 @@ def unit_of(rows: Sequence[dict[str, Any]]) -> tuple[int, str]:
 
 def draw_mark(axes: Any, row: dict[str, Any], unit: int, marker: str, color: str) -> None:
     """Draw a row's mark: filled if it has native's bits."""
-    filled = row["kind"] == "native" or row.get("bit_equal")
+    filled = row["kind"] == "native" or (
+        row.get("bit_equal") and row.get("bits_of", "native") == "native"
+    )
     axes.plot(
         row["true_peak_bytes"] / unit,
         row["step_s"],

@@ -190,6 +190,25 @@ def test_other_bits_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert rows["checkpoint"]["failed"] is not None
 
 
+def test_a_compiled_program_inside_a_budget_is_compared_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    its_own = {"bits": {"18": {"outcomes": ["2"], "parameters": "b"}}}
+    answers(monkeypatch, **{"compile_0.2": its_own})
+    path = tmp_path / "live.json"
+    arguments = ["--device", "sim", "--json", str(path), "--workload", "gpt"]
+    row = "ours-compile-0.2-45%"
+    # What it must be like has not run.
+    assert live.main([*arguments, "--only", f"native,{row}"]) == 0
+    assert f"left for the next run, which goes on here: {row}" in capsys.readouterr().out
+    answers(monkeypatch, **{"compile_0.2": its_own, "ours_compile_0.2_45": its_own})
+    assert live.main([*arguments, "--only", f"native,compile-0.2,{row}"]) == 0
+    assert "as compile-0.2" in capsys.readouterr().out
+    answers(monkeypatch)  # native's bits are not its own
+    assert live.main([*arguments, "--again", "--only", row]) == 1
+    assert f"{row}: other bits than compile-0.2" in capsys.readouterr().err
+
+
 def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
     program = tmp_path / "hang.py"
     program.write_text("import time\ntime.sleep(60)\n")
