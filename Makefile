@@ -5,11 +5,13 @@
 #   VENV     where it goes
 #   WORKLOAD of benchmarks/live.py, for bench: gpt, resnet50, llama-generate, vit, llama-lora
 #   PART     of test-gpu and test-gpu-long (tests/gpu_parts.py): only these parts
+#   JOBS     processes of test-py
 #   *_ARGS   more arguments for what a target runs
 
 PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
+JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -22,7 +24,7 @@ JUDGE_ARGS ?=
 CLANG_FORMAT_VERSION = 20.1.8
 PTX_ARCHS = sm_75 sm_80 sm_90
 BUILD_TOOLS = "setuptools>=68" wheel numpy nvidia-ml-py
-TEST_TOOLS = pytest pytest-timeout hypothesis coverage rich matplotlib accelerate lightning expecttest \
+TEST_TOOLS = pytest pytest-timeout pytest-xdist hypothesis coverage rich matplotlib accelerate lightning expecttest \
              transformers
 LINT_TOOLS = ruff mypy clang-format==$(CLANG_FORMAT_VERSION)
 
@@ -66,7 +68,7 @@ test-c: ## the C tests on the simulated device
 	$(MAKE) -C tests/c test
 
 test-py: build ## the Python tests, and the named scenarios on the simulated device
-	$(PY) -m pytest tests/py tests/scenarios $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/py tests/scenarios $(PYTEST_ARGS)
 
 test-gpu: ## on a GPU machine, with its own python and torch: C contract on CUDA, tests/gpu, scenarios
 	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py $(PART) -- $(PYTEST_ARGS)
