@@ -89,7 +89,8 @@ test-gpu-ops: ## there too: PyTorch's operator samples, 7 minutes of them; run i
 
 test-gpu-programs: ## there too: programs of several libraries inside half their memory, 5 minutes
 	$(PYTHON) setup.py --quiet build_ext --inplace
-	$(IN_PLACE) timeout --kill-after=5 470 $(PYTHON) tests/judge/programs.py --device cuda $(JUDGE_ARGS)
+	$(IN_PLACE) timeout --kill-after=5 470 $(PYTHON) tests/judge/programs.py --device cuda --jobs 3 \
+	    $(JUDGE_ARGS)
 
 judge: build ## PyTorch's operator samples, gpytorch's tests and programs of libraries under paging; half an hour
 	$(PY) tests/judge/operators.py $(JUDGE_ARGS)

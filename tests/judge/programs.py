@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -170,6 +171,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--share", type=float, default=0.5, help="of a program's peak")
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, help="these programs")
+    parser.add_argument("--jobs", type=int, default=1, help="programs that run at once")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)  # a process of its own
     options = parser.parse_args()
@@ -182,14 +184,20 @@ def main() -> int:
     rows, failed = {}, 0
     print(f"{'':<12}{'peak':>10}{'budget':>10}{'held MiB':>10}{'plain s':>9}{'paged s':>9}"
           f"{'evictions':>11}{'misses':>9}  bits")  # fmt: skip
-    for name in options.only or PROGRAMS:
-        if lacking := missing(name):
-            print(f"{name:<12} left out: no {', '.join(lacking)}", flush=True)
-            continue
-        row, wrong = judge(name, options.device, options.share)
-        rows[name] = row | {"wrong": wrong}
-        failed += bool(wrong)
-        print(line(name, row, wrong), flush=True)
+    with ThreadPoolExecutor(options.jobs) as jobs:
+        begun = {
+            name: jobs.submit(judge, name, options.device, options.share)
+            for name in options.only or PROGRAMS
+            if not missing(name)
+        }
+        for name in options.only or PROGRAMS:
+            if name not in begun:
+                print(f"{name:<12} left out: no {', '.join(missing(name))}", flush=True)
+                continue
+            row, wrong = begun[name].result()
+            rows[name] = row | {"wrong": wrong}
+            failed += bool(wrong)
+            print(line(name, row, wrong), flush=True)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -359,11 +359,11 @@ def deep_q(device: str, large: bool) -> Shown:
 
 
 PROGRAMS: dict[str, tuple[Callable[[str, bool], Shown], tuple[str, ...]]] = {
+    "detection": (detection, ("torchvision",)),  # it takes longest
     "trainer": (trainer, ("transformers", "accelerate")),
     "lightning": (lightning, ("lightning",)),
     "accelerate": (accelerate, ("accelerate",)),
     "lora": (lora, ("transformers", "peft")),
-    "detection": (detection, ("torchvision",)),
     "graphs": (graphs, ("torch_geometric",)),
     "deep_q": (deep_q, ()),
     "generation": (generation, ("transformers",)),
