@@ -281,6 +281,15 @@ PyObject *cpu_bring_back(PyObject *, PyObject *args) {
     END_HANDLE_TH_ERRORS
 }
 
+PyObject *cpu_forget_tensor(PyObject *, PyObject *object) {
+    HANDLE_TH_ERRORS
+    if (recompute_tracks() && THPVariable_Check(object)) {
+        recompute_forget_tensor(THPVariable_Unpack(object));
+    }
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
 PyObject *cpu_is_dropped(PyObject *, PyObject *object) {
     c10::StorageImpl *storage = any_storage_of(object);
     return PyBool_FromLong(storage != nullptr && recompute_any_dropped({{storage, false}}));
@@ -310,6 +319,7 @@ PyMethodDef methods[] = {
     {"hook_forced", cpu_hook_forced, METH_O, nullptr},
     {"recompute_mode", cpu_recompute_mode, METH_O, nullptr},
     {"recompute_counts", cpu_recompute_counts, METH_NOARGS, nullptr},
+    {"forget_tensor", cpu_forget_tensor, METH_O, nullptr},
     {"is_dropped", cpu_is_dropped, METH_O, nullptr},
     {"recompute_rules_off", cpu_recompute_rules_off, METH_O, nullptr},
     {"bring_back", cpu_bring_back, METH_VARARGS, nullptr},

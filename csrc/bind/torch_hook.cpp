@@ -148,7 +148,7 @@ const char *const kPointToPoint[] = {"c10d::send", "c10d::recv_", "c10d::recv_an
 const char *const kNotAView[] = {"aten::_sparse_broadcast_to"};
 
 /* Of these, the ones that ask the storage for its address. */
-const char *const kAsksForPointer[] = {"aten::is_pinned", "aten::record_stream"};
+const char *const kAsksForPointer[] = {"aten::is_pinned", "aten::record_stream", "aten::set_"};
 
 template <size_t N> bool listed(const char *const (&list)[N], const char *name) {
     for (const char *item : list) {
@@ -1038,7 +1038,8 @@ void capture(Frame *frame, const OperatorUse &use, const at::RecordFunction &fn)
     }
     if (!wanted) return;
     frame->born.clear();
-    frame->recipe = recompute_capture(*use.op, fn.inputs());
+    const bool wrapped = frame->outer != nullptr && frame->outer->wrapper;
+    frame->recipe = recompute_capture(*use.op, fn.inputs(), wrapped);
 }
 
 /* Autograd saves in operators of its own that are not inside of others, or only below autocast. */

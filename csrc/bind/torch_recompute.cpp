@@ -162,6 +162,8 @@ struct Known {
     c10::SmallVector<Save, 2> saves;
     const c10::TensorImpl *base = nullptr; /* that it is a view of */
     size_t base_count = 0;                 /* its references to that */
+    const void *thread = nullptr;          /* this_thread() of the last that counted */
+    bool shared = false;                   /* another one has, too */
 };
 
 /* A storage that a recipe has made. */
@@ -180,7 +182,7 @@ struct Made {
     size_t held = 0;            /* ours: it is needed by what is dropped */
     std::vector<Known> tensors; /* the result, and the views of it that operators made */
     bool refused = false;       /* code that we cannot see has used it */
-    bool cast_of_leaf = false;  /* autocast keeps those until it is left */
+    bool cast_of_leaf = false;  /* autocast keeps it until it is left */
     Dropped *dropped = nullptr;
 };
 
@@ -228,7 +230,9 @@ class Recipe {
     uint64_t kind = 0;
     uint32_t depth = 0;   /* recipes in a row that it keeps */
     bool of_leaf = false; /* its last operand is one that gradients are for */
-    bool valid = true;    /* no input has been written */
+    bool for_autocast =
+        false;         /* it ran because autocast, which keeps what it makes, wanted it */
+    bool valid = true; /* no input has been written */
 };
 
 namespace {
@@ -520,7 +524,8 @@ bool capture_tensor(Recipe &recipe, const at::Tensor &tensor, uint32_t argument,
     hash_geometry(geometry, &recipe.kind);
     /* Some operators choose their kernel by it. */
     recipe.kind = mixed(recipe.kind, tensor.requires_grad() ? 13u : 17u);
-    recipe.of_leaf = tensor.requires_grad() && tensor.is_leaf();
+    recipe.of_leaf = tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view() &&
+                     tensor.scalar_type() == at::kFloat;
     Input input(storage.getWeakStorageImpl());
     input.argument = argument;
     input.item = item;
@@ -581,7 +586,8 @@ bool is_below_autocast(const Rerunnable &use) {
     return !in_force(kRuleAutocast) || !recompute_wraps(use);
 }
 
-bool is_plain_thread() {
+/* Whether an operator runs no code of others: no mode, no transform, no hook for what is saved. */
+bool runs_alone() {
     const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
     const c10::DispatchKeySet others =
         c10::python_ks | c10::functorch_transforms_ks |
@@ -589,12 +595,16 @@ bool is_plain_thread() {
         c10::DispatchKeySet(c10::DispatchKey::FuncTorchDynamicLayerBackMode) |
         c10::DispatchKeySet(c10::DispatchKey::Functionalize);
     if (keys.included_.has_any(others)) return false;
+    /* A hook is given operands, and results before the operator has ended. */
+    return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() || !in_force(kRuleHooks);
+}
+
+bool is_plain_thread() {
     /* Gradients go where Python finds them, and nothing that autograd counts keeps them. */
     if (torch::autograd::get_current_graph_task_id() >= 0 && in_force(kRuleBackward)) {
         return false;
     }
-    /* A hook is given results before the operator has ended. */
-    return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() || !in_force(kRuleHooks);
+    return runs_alone();
 }
 
 c10::Stream current_stream(c10::Device device) {
@@ -638,12 +648,14 @@ bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue>
 }
 
 std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op,
-                                          c10::ArrayRef<const c10::IValue> inputs) {
+                                          c10::ArrayRef<const c10::IValue> inputs,
+                                          bool wrapped) {
     const size_t count = op.schema().arguments().size();
     const size_t start = inputs.size() - count;
     const Numerics numerics = Numerics::now();
     const c10::Device device = device_of(inputs, start);
     auto recipe = std::make_shared<Recipe>(op, numerics, current_stream(device));
+    recipe->for_autocast = wrapped && at::autocast::is_autocast_cache_enabled();
     recipe->kind = mixed(reinterpret_cast<uintptr_t>(op.schema().name().c_str()),
                          reinterpret_cast<uintptr_t>(op.schema().overload_name().c_str()));
     recipe->kind = mixed(recipe->kind, numerics.hash());
@@ -682,6 +694,21 @@ Known *find_tensor(Made &made, const c10::TensorImpl *impl) {
     return nullptr;
 }
 
+/* What is gone goes when a list has doubled: one tensor may be used in every step. */
+template <class List, class Gone> void prune(List &list, const Gone &gone) {
+    if (list.size() < 16 || (list.size() & (list.size() - 1)) != 0) return;
+    list.erase(std::remove_if(list.begin(), list.end(), gone), list.end());
+}
+
+void add_save(Registry &r, const std::shared_ptr<Made> &made, Known &known, Save save) {
+    prune(known.saves, [&r](const Save &each) {
+        if (each.node.expired()) r.savers.erase(each.key);
+        return each.count == 0 || each.node.expired();
+    });
+    r.savers[save.key].push_back(made);
+    known.saves.push_back(std::move(save));
+}
+
 /* A view is one for autograd only when the outermost operator that made it has ended. */
 void note_base(Known &known, const at::Tensor &tensor) {
     const auto *view = torch::autograd::impl::get_view_autograd_meta(tensor);
@@ -698,8 +725,10 @@ void note_base(Known &known, const at::Tensor &tensor) {
 
 Known &add_tensor(Made &made, const at::Tensor &tensor) {
     Known *known = find_tensor(made, tensor.unsafeGetTensorImpl());
-    if (known == nullptr)
+    if (known == nullptr) {
+        prune(made.tensors, [](const Known &each) { return each.tensor.use_count() == 0; });
         known = &made.tensors.emplace_back(WeakTensor(tensor.getIntrusivePtr()));
+    }
     note_base(*known, tensor);
     return *known;
 }
@@ -718,11 +747,13 @@ template <class Map> void sweep(Map &map, size_t &limit) {
 
 uint64_t node_key(uint64_t sequence, uint64_t thread) { return mixed(sequence, thread); }
 
-/* The node of autograd that an operator has made, and its key; 0: none. */
+/* The node of autograd that an operator has made, and its key; 0: none. What a view is written with is
+ * saved by the node of its base, which may run and go while the view's own stays. */
 std::pair<WeakNode, uint64_t> first_node(c10::ArrayRef<c10::IValue> outputs) {
     std::pair<WeakNode, uint64_t> found{{}, 0};
     const auto look = [&found](const at::Tensor &tensor) {
-        if (found.second != 0 || !tensor.defined() || tensor.grad_fn() == nullptr) return;
+        if (found.second != 0 || !tensor.defined() || tensor.is_view()) return;
+        if (tensor.grad_fn() == nullptr) return;
         const auto &node = tensor.grad_fn();
         found = {WeakNode(node), node_key(node->sequence_nr(), node->thread_id())};
     };
@@ -733,9 +764,9 @@ std::pair<WeakNode, uint64_t> first_node(c10::ArrayRef<c10::IValue> outputs) {
 /* References to a result while its operator ends: the caller's, and a copy for the hook. */
 constexpr size_t kReturned = 2;
 
-/* A parameter cast to a type of fewer bits, as autocast does, whose cache has a reference to it. */
+/* A parameter that autocast has cast to a type of fewer bits: its cache has a reference to it. */
 bool is_cast_of_leaf(const Recipe &recipe, const at::Tensor &result) {
-    return recipe.of_leaf && result.element_size() < 4 &&
+    return recipe.for_autocast && recipe.of_leaf && result.element_size() < 4 &&
            std::strcmp(recipe.handle.schema().name().c_str(), "aten::_to_copy") == 0;
 }
 
@@ -800,8 +831,7 @@ void recompute_captured(const std::shared_ptr<Recipe> &recipe,
         Known &known = add_tensor(*one, tensor);
         if (one->own > 0) note_saver(r, one, tensor);
         if (key != 0 && tensor.use_count() > kReturned) {
-            known.saves.push_back({node, key, tensor.use_count() - kReturned});
-            r.savers[key].push_back(one);
+            add_save(r, one, known, {node, key, tensor.use_count() - kReturned});
         }
         recipe->outputs.back() = one;
         r.live.emplace(addr, one);
@@ -837,33 +867,59 @@ void recompute_note_views(c10::ArrayRef<c10::IValue> outputs) {
             const c10::Storage *storage = storage_of_tensor(tensor);
             if (storage == nullptr) return;
             const auto *made = live_at(r, storage->unsafeGetStorageImpl());
-            if (made != nullptr) add_tensor(**made, tensor);
+            if (made != nullptr && !(*made)->refused) add_tensor(**made, tensor);
         });
     }
 }
 
-/* Whoever calls has a reference for each time that a tensor is among the operands. Where they are boxed for
- * the hook those are copies, which end with the callback; else they are the stack's, which the
- * operator takes. */
+namespace {
+
+const void *this_thread() {
+    thread_local const char mark = 0;
+    return &mark;
+}
+
+/* Visits operands with whether that reference ends before the operator does. Where they are boxed for the
+ * hook those are copies, which end with the callback; else they are the stack's, which the
+ * operator takes. But lists may be the caller's own. */
+template <class Visit>
+void each_operand(c10::ArrayRef<const c10::IValue> inputs, const Visit &visit) {
+    for (const c10::IValue &input : inputs) {
+        const bool ends = !input.isList() || input.use_count() == 1;
+        each_tensor(input, [&](const at::Tensor &tensor) { visit(tensor, ends); });
+    }
+}
+
+} // namespace
+
 void recompute_count_before(c10::ArrayRef<const c10::IValue> inputs,
                             std::vector<Counted> &out) {
+    if (rerunning || !runs_alone()) return;
     Registry &r = registry();
     const Guard guard(r.mutex);
-    const auto note = [&](const at::Tensor &tensor) {
+    const void *here = this_thread();
+    bool python = false;
+    const auto note = [&](const at::Tensor &tensor, bool ends) {
         const c10::Storage *storage = storage_of_tensor(tensor);
+        python = python || (tensor.defined() && tensor.key_set().has_any(c10::python_ks));
         if (storage == nullptr) return;
         const tp_addr addr = addr_of_storage(storage->unsafeGetStorageImpl());
         const auto found = addr != 0 ? r.live.find(addr) : r.live.end();
         const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-        if (found == r.live.end() || find_tensor(*found->second, impl) == nullptr) return;
+        Known *known = found != r.live.end() ? find_tensor(*found->second, impl) : nullptr;
+        if (known == nullptr) return;
+        /* What one thread counts another may have had in passing. */
+        known->shared = known->shared || (known->thread != nullptr && known->thread != here);
+        known->thread = here;
         for (Counted &counted : out) {
             if (counted.tensor._unsafe_get_target() != impl) continue;
-            counted.before--;
+            counted.before -= ends;
             return;
         }
-        out.push_back({WeakTensor(tensor.getIntrusivePtr()), addr, tensor.use_count() - 1});
+        out.push_back({WeakTensor(tensor.getIntrusivePtr()), addr, tensor.use_count() - ends});
     };
-    for (const c10::IValue &input : inputs) each_tensor(input, note);
+    each_operand(inputs, note);
+    if (python) out.clear(); /* their class may keep any of them */
 }
 
 void recompute_count_after(const std::vector<Counted> &counted,
@@ -878,8 +934,7 @@ void recompute_count_after(const std::vector<Counted> &counted,
         if (after <= each.before || found == r.live.end()) continue;
         Known *known = find_tensor(*found->second, each.tensor._unsafe_get_target());
         if (known == nullptr) continue;
-        known->saves.push_back({node, key, after - each.before});
-        r.savers[key].push_back(found->second);
+        add_save(r, found->second, *known, {node, key, after - each.before});
     }
 }
 
@@ -1140,8 +1195,11 @@ bool is_held_by_python(const WeakTensor &tensor) {
 /* Nobody has a reference to the tensor but autograd, views of it, and its own object, which Python has none
  * to. */
 bool is_only_saved(const Made &made, const Known &known) {
+    if (known.shared) return false;
     const c10::TensorImpl *impl = known.tensor._unsafe_get_target();
-    size_t count = (impl->pyobj_slot()->load_pyobj() != nullptr) + made.cast_of_leaf;
+    size_t count = impl->pyobj_slot()->load_pyobj() != nullptr;
+    /* Its cache is emptied when it is left. */
+    if (made.cast_of_leaf && at::autocast::is_autocast_enabled(impl->device().type())) count++;
     for (const Save &save : known.saves) {
         if (!save.node.expired()) count += save.count;
     }
@@ -1151,12 +1209,18 @@ bool is_only_saved(const Made &made, const Known &known) {
     return known.tensor.use_count() <= count;
 }
 
+/* A tensor may have been given another storage. */
+bool is_over(const Known &known, const Made &made) {
+    const c10::Storage &storage = known.tensor._unsafe_get_target()->unsafe_storage();
+    return storage && storage.unsafeGetStorageImpl() == made.storage._unsafe_get_target();
+}
+
 /* Every tensor over the storage is known, and who has it. */
 bool is_out_of_reach(const Made &made, size_t use_count) {
     const bool saved = !made.saver.expired() || !in_force(kRuleSaved);
     size_t count = made.held + (saved ? made.own : 0);
     for (const Known &known : made.tensors) {
-        if (known.tensor.use_count() == 0) continue;
+        if (known.tensor.use_count() == 0 || !is_over(known, made)) continue;
         if (in_force(kRulePython) && is_held_by_python(known.tensor)) return false;
         if (in_force(kRuleCounted) && !is_only_saved(made, known)) return false;
         count++;
@@ -1404,6 +1468,7 @@ void before_write(c10::StorageImpl *storage) {
     }
     for (const auto &made : back) (void)bring_back(made, false);
     std::shared_ptr<Made> written; /* let go of with nothing held */
+    std::vector<Known> gone;
     const Guard guard(r.mutex);
     const auto readers = r.readers.find(storage);
     if (readers != r.readers.end()) {
@@ -1417,6 +1482,7 @@ void before_write(c10::StorageImpl *storage) {
     written = live->second;
     r.live.erase(live);
     written->addr = 0;
+    gone.swap(written->tensors);
     count_tracked(r);
 }
 
@@ -1490,6 +1556,19 @@ void recompute_node_runs(uint64_t sequence, uint64_t thread) {
         }
     }
     r.savers.erase(found);
+}
+
+void recompute_forget_tensor(const at::Tensor &tensor) {
+    const c10::Storage *storage = storage_of_tensor(tensor);
+    if (storage == nullptr) return;
+    (void)recompute_before_region({{storage->unsafeGetStorageImpl(), false}});
+    std::vector<Known> gone; /* let go of with nothing held */
+    Registry &r = registry();
+    const Guard guard(r.mutex);
+    const auto *made = live_at(r, storage->unsafeGetStorageImpl());
+    if (made == nullptr) return;
+    (*made)->refused = true;
+    gone.swap((*made)->tensors);
 }
 
 bool recompute_region_matters() { return in_force(kRuleRegion); }

@@ -94,9 +94,10 @@ inline bool recompute_tracks() {
 bool recompute_wraps(const Rerunnable &use);
 /* Whether an operator that begins now may run again. */
 bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs);
-/* Its recipe; null: it has none. May throw bad_alloc. */
+/* Its recipe; null: it has none. `wrapped`: it is inside of one that only casts. May throw bad_alloc. */
 std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op,
-                                          c10::ArrayRef<const c10::IValue> inputs);
+                                          c10::ArrayRef<const c10::IValue> inputs,
+                                          bool wrapped);
 /* It has ended with `outputs`. Those of its storages that lie at one of `born` have a recipe
  * now. May throw bad_alloc. */
 void recompute_captured(const std::shared_ptr<Recipe> &recipe,
@@ -128,6 +129,8 @@ bool recompute_before_operator(const std::vector<Touch> &touches);
 bool recompute_any_dropped(const std::vector<Touch> &touches);
 /* The same for code that cannot be looked into: they are never dropped from now on. */
 bool recompute_before_region(const std::vector<Touch> &touches);
+/* The tensor is about to be swapped with another, which takes that nobody has a weak reference. */
+void recompute_forget_tensor(const at::Tensor &tensor);
 /* Whether there is such code, as far as this file is asked. */
 bool recompute_region_matters();
 /* Likewise, whether operators keep those inside of them from having recipes. */

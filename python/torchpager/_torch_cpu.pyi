@@ -48,6 +48,9 @@ def bring_back(thing: object, write: bool = False) -> bool:
     more. With write they are about to be written: so are those that are made of them. None: those
     of all, for once. Other things: nothing. False: some could not be made."""
 
+def forget_tensor(thing: object) -> None:
+    """Nothing refers to a tensor weakly any more, and its bytes are not dropped. Other things: nothing."""
+
 def is_dropped(thing: object) -> bool:
     """Whether a tensor or storage has no bytes now."""
 

@@ -113,6 +113,8 @@ def _wrapped() -> _Table:
         (storage, ("copy_", "fill_", "_share_fd_cpu_", "_share_filename_cpu_"), _bringing_back),
         (storage, ("data_ptr",), _handing_out),
         (torch._C.PyTorchFileWriter, ("write_record",), _reading),
+        (storage, ("is_shared", "is_pinned"), _bringing_back),
+        (torch._C, ("_swap_tensor_impl",), _swapping),
         (torch._C, ("_to_dlpack", "_to_dlpack_versioned"), _exporting),
         (torch, ("to_dlpack",), _exporting),
         (torch.utils.dlpack, ("to_dlpack",), _exporting),
@@ -128,7 +130,8 @@ def _wrapped_pointers() -> _Table:
         (torch, ("to_dlpack",)),
         (torch.utils.dlpack, ("to_dlpack",)),
     ]
-    return [(owner, names, _bringing_back) for owner, names in owners]
+    table: _Table = [(owner, names, _bringing_back) for owner, names in owners]
+    return [*table, (torch._C, ("_swap_tensor_impl",), _swapping)]
 
 
 def _exchange_classes() -> list[type]:
@@ -229,6 +232,18 @@ def _bringing_back(function: _Method) -> _Method:
         return function(*args, **kwargs)
 
     return brought_back
+
+
+def _swapping(function: _Method) -> _Method:
+    """Let go of tensors that may not be referred to weakly."""
+
+    @functools.wraps(function)
+    def swapped(*args: Any) -> Any:
+        for arg in args:
+            _torch_cpu.forget_tensor(arg)
+        return function(*args)
+
+    return swapped
 
 
 def _writing(function: _Method) -> _Method:

@@ -19,7 +19,7 @@ _mode = _PLANNED
 def start(owner: object, slot: int, *, again: bool) -> None:
     """Let plans of a device park, and with ``again`` drop, until ``stop(owner)``."""
     _active[owner] = slot, again
-    if again and slot != _core.SIM_SLOT:
+    if slot != _core.SIM_SLOT:
         patches.install_pointers()
     _set(slot)
     _torch_cpu.recompute_mode(_mode)
@@ -32,7 +32,7 @@ def stop(owner: object) -> None:
         _set(slot)
     if not _active:
         _torch_cpu.recompute_mode(_OFF)
-    if not any(again and where != _core.SIM_SLOT for where, again in _active.values()):
+    if all(where == _core.SIM_SLOT for where, _ in _active.values()):
         patches.uninstall_pointers()
 
 

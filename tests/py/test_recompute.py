@@ -5,6 +5,7 @@ import copy
 import ctypes
 import io
 import pickle
+import resource
 import threading
 
 import numpy as np
@@ -580,6 +581,71 @@ def test_pointers_on_other_devices_go_through_the_same_doors():
     finally:
         patches.uninstall_pointers()
     assert torch.Tensor.data_ptr is found
+
+
+def test_parking_alone_goes_through_them_too(monkeypatch):
+    found, owner = torch.Tensor.data_ptr, object()
+    monkeypatch.setattr(recompute, "_set", id)
+    recompute.start(owner, 0, again=False)
+    try:
+        assert torch.Tensor.data_ptr is not found
+    finally:
+        recompute.stop(owner)
+    assert torch.Tensor.data_ptr is found
+
+
+def held_by_process():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_what_is_used_again_and_again_is_not_counted_for_ever():
+    with forced(park=True):
+        weight, constant = torch.rand(32, 32, requires_grad=True), torch.exp(torch.rand(32, 32))
+
+        def use(times):
+            for _ in range(times):
+                weight * constant
+                weight[:8] * constant[:8]
+
+        use(1000)
+        before = held_by_process()
+        use(8000)
+        assert held_by_process() - before < 6 << 20
+
+
+def test_tensors_may_be_swapped():
+    """PyTorch refuses that while anybody refers to one weakly."""
+    with forced(park=True):
+        x = torch.rand(64, 64)
+        made, written = torch.exp(x), torch.exp(x)
+        double = written * 2
+        written.add_(1)
+        expected = [bits(written), bits(made)]
+        torch.utils.swap_tensors(made, written)
+        assert [bits(made), bits(written)] == expected
+        operators()
+        torch.utils.swap_tensors(made, written)
+        assert [bits(written), bits(made)] == expected
+        del double
+
+
+def test_a_storage_that_has_moved_says_where_it_is():
+    with forced(park=True):
+        x = torch.rand(64, 64, requires_grad=True)
+        asked = [
+            torch.Tensor.is_shared,
+            lambda t: t.untyped_storage().is_pinned(),
+            lambda t: torch.empty(0).set_(t).data_ptr() == 0,
+            lambda t: torch.empty(0).set_(t.untyped_storage(), 0, (8,)).data_ptr() == 0,
+        ]
+        for ask in asked:
+            loss = torch.exp(x).sum()
+            operators()
+            tensor = loss.grad_fn.next_functions[0][0]._saved_result
+            assert _torch_cpu.is_dropped(tensor)
+            assert not ask(tensor)
+            del tensor
 
 
 def test_what_python_holds_after_the_backward_pass_is_not_dropped():

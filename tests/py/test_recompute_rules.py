@@ -7,12 +7,14 @@ address, what asks for it here is a method that torchpager cannot wrap, as an ex
 
 import contextlib
 import itertools
+import threading
 
 import pytest
 import torch
 from recompute_programs import bits, forced, operators, run, train
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpager import recompute
 
@@ -268,6 +270,125 @@ def test_what_code_has_that_is_not_autograds_keeps_its_bytes():
         operators()
         assert drops.count == others + 1
         loss.backward()
+
+
+def rand():
+    return torch.exp(torch.rand(64, 64))
+
+
+def an_index(weight, keep):
+    index = torch.argmax(torch.rand(2048, 64), 1)
+    keep(index)
+    return weight[index]  # in a list of the caller's
+
+
+def a_parameter_cast(weight, keep):
+    cast = weight.to(torch.bfloat16)
+    keep(cast)
+    return cast * cast
+
+
+def a_parameter_that_autocast_casts(weight, keep):
+    with torch.autocast("cpu", torch.bfloat16):
+        product = torch.mm(weight, weight)
+        keep(product.grad_fn._saved_mat2)
+    return product
+
+
+def a_factor_of_a_view(weight, keep):
+    base, factor = weight * 1, rand()
+    view = base[:]
+    view.mul_(factor)
+    keep(factor)
+    base.sum().backward()
+    return view
+
+
+def one_that_a_hook_is_given(weight, keep):
+    factor = rand()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing):
+        return weight * factor
+
+
+def one_that_a_mode_is_given(weight, keep):
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mul.Tensor:
+                keep(args[1])
+            return func(*args, **(kwargs or {}))
+
+    factor = rand()
+    with Mode():
+        return weight * factor
+
+
+def one_whose_view_has_moved(weight, keep):
+    factor = rand()
+    view = factor.view(-1)
+    products = view * weight.view(-1), factor * weight
+    view.data = torch.zeros(4096)
+    keep(factor.data)
+    return products
+
+
+def one_that_two_threads_use(weight, keep):
+    """While the second one's operator has references to it, the first one's ends."""
+    shared, inside, done = torch.exp(weight), threading.Event(), threading.Event()
+    second = threading.Thread(target=lambda: torch.log(shared))
+
+    def log(x):
+        if threading.current_thread() is second:
+            inside.set()
+            assert done.wait(20)
+        else:
+            second.start()
+            assert inside.wait(20)
+        return torch.zeros_like(x)
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("log", log, "CPU")
+        result = torch.log(shared)
+    finally:
+        done.set()
+        second.join()
+        library._destroy()
+    keep(shared)
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:Warning", "ignore:.*Overriding")
+@pytest.mark.parametrize(
+    "program",
+    [
+        an_index,
+        a_parameter_cast,
+        a_parameter_that_autocast_casts,
+        a_factor_of_a_view,
+        one_that_a_hook_is_given,
+        one_that_a_mode_is_given,
+        one_whose_view_has_moved,
+        one_that_two_threads_use,
+    ],
+)
+def test_no_reference_of_others_counts_as_autograds(program):
+    holder = torch.jit.script(Holder())
+    with forced(park=True):
+        weight = torch.rand(64, 64, requires_grad=True)
+        result = program(weight, lambda tensor: setattr(holder, "kept", tensor))
+        operators()
+        assert address(holder.kept)
+        del result
+
+
+def test_what_autocast_casts_is_parked_while_its_cache_has_it():
+    with forced(park=True) as drops, torch.autocast("cpu", torch.bfloat16):
+        weight = torch.rand(64, 64, requires_grad=True)
+        loss = torch.mm(torch.zeros(1, 64), weight)
+        before = drops.count
+        operators()
+        assert drops.count == before + 1
+        del loss
 
 
 class Keeps(torch.autograd.Function):
