@@ -1038,8 +1038,7 @@ void capture(Frame *frame, const OperatorUse &use, const at::RecordFunction &fn)
     }
     if (!wanted) return;
     frame->born.clear();
-    const bool wrapped = frame->outer != nullptr && frame->outer->wrapper;
-    frame->recipe = recompute_capture(*use.op, fn.inputs(), wrapped);
+    frame->recipe = recompute_capture(*use.op, fn.inputs());
 }
 
 /* Autograd saves in operators of its own that are not inside of others, or only below autocast. */

@@ -228,11 +228,10 @@ class Recipe {
     /* Some operators take another way, with other bits, where nothing is to be differentiated. */
     bool grad_mode = c10::GradMode::is_enabled();
     uint64_t kind = 0;
-    uint32_t depth = 0;   /* recipes in a row that it keeps */
-    bool of_leaf = false; /* its last operand is one that gradients are for */
-    bool for_autocast =
-        false;         /* it ran because autocast, which keeps what it makes, wanted it */
-    bool valid = true; /* no input has been written */
+    uint32_t depth = 0;        /* recipes in a row that it keeps */
+    bool of_leaf = false;      /* its last operand is one that gradients are for */
+    bool for_autocast = false; /* autocast called it, which keeps what it has cast */
+    bool valid = true;         /* no input has been written */
 };
 
 namespace {
@@ -647,15 +646,27 @@ bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue>
     return dropout.isDouble() && dropout.toDouble() == 0.0;
 }
 
+namespace {
+
+/* Inside of its context it is off only where it works: while it casts, and calls the operator that it casts for.
+ * The depth of contexts can be had by going into one more. */
+bool is_for_autocast(c10::DeviceType type) {
+    const int depth = at::autocast::increment_nesting() - 1;
+    (void)at::autocast::decrement_nesting();
+    return depth > 0 && at::autocast::is_autocast_cache_enabled() &&
+           !at::autocast::is_autocast_enabled(type);
+}
+
+} // namespace
+
 std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op,
-                                          c10::ArrayRef<const c10::IValue> inputs,
-                                          bool wrapped) {
+                                          c10::ArrayRef<const c10::IValue> inputs) {
     const size_t count = op.schema().arguments().size();
     const size_t start = inputs.size() - count;
     const Numerics numerics = Numerics::now();
     const c10::Device device = device_of(inputs, start);
     auto recipe = std::make_shared<Recipe>(op, numerics, current_stream(device));
-    recipe->for_autocast = wrapped && at::autocast::is_autocast_cache_enabled();
+    recipe->for_autocast = is_for_autocast(device.type());
     recipe->kind = mixed(reinterpret_cast<uintptr_t>(op.schema().name().c_str()),
                          reinterpret_cast<uintptr_t>(op.schema().overload_name().c_str()));
     recipe->kind = mixed(recipe->kind, numerics.hash());

@@ -94,10 +94,9 @@ inline bool recompute_tracks() {
 bool recompute_wraps(const Rerunnable &use);
 /* Whether an operator that begins now may run again. */
 bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs);
-/* Its recipe; null: it has none. `wrapped`: it is inside of one that only casts. May throw bad_alloc. */
+/* Its recipe; null: it has none. May throw bad_alloc. */
 std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op,
-                                          c10::ArrayRef<const c10::IValue> inputs,
-                                          bool wrapped);
+                                          c10::ArrayRef<const c10::IValue> inputs);
 /* It has ended with `outputs`. Those of its storages that lie at one of `born` have a recipe
  * now. May throw bad_alloc. */
 void recompute_captured(const std::shared_ptr<Recipe> &recipe,

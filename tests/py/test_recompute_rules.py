@@ -381,10 +381,11 @@ def test_no_reference_of_others_counts_as_autograds(program):
         del result
 
 
-def test_what_autocast_casts_is_parked_while_its_cache_has_it():
+@pytest.mark.parametrize("product", [torch.mm, functional.linear])
+def test_what_autocast_casts_is_parked_while_its_cache_has_it(product):
     with forced(park=True) as drops, torch.autocast("cpu", torch.bfloat16):
         weight = torch.rand(64, 64, requires_grad=True)
-        loss = torch.mm(torch.zeros(1, 64), weight)
+        loss = product(torch.zeros(1, 64), weight)
         before = drops.count
         operators()
         assert drops.count == before + 1
