@@ -764,7 +764,7 @@ TEST(parking_alone_drops_nothing) {
     EXPECT_EQ(moved.parks, 0);
     EXPECT(parked.parks > 0);
     EXPECT_EQ(parked.asked + parked.drops + parked.planned_drop_bytes, 0);
-    EXPECT(parked.kept > 0); /* what is parked is known by its recipe */
+    EXPECT(parked.kept > 0);                 /* what is parked is known by its recipe */
     EXPECT(parked.ns <= moved.ns * 11 / 10); /* mapping takes no time on this device */
 }
 
