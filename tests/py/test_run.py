@@ -298,6 +298,11 @@ def test_child_that_never_imports_torch_is_as_without(run_python, script, tmp_pa
     assert under == plain
 
 
+def heed_interrupts():
+    """Not as whoever started the tests has it: in the background of a shell they are ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_program_can_be_interrupted(script):
     path = script("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     with subprocess.Popen(
@@ -305,6 +310,7 @@ def test_program_can_be_interrupted(script):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,
     ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
