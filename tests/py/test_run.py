@@ -299,7 +299,7 @@ def test_child_that_never_imports_torch_is_as_without(run_python, script, tmp_pa
 
 
 def heed_interrupts():
-    """Not as whoever started the tests has it: in the background of a shell they are ignored."""
+    """Not as whoever started the tests: a shell's background ignores them."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
