@@ -66,7 +66,7 @@ TP_API void tp_core_set_planning(tp_core *core, bool planning);
 /* What may become of blocks of operators with recipes (tp_op.recipe) where a plan is followed: those that
  * it evicts are parked, and with `recompute` (which implies `park`) it drops others and counts on
  * their being made again. Neither, unless this says so. The hook `drop` tells of them, and
- * tp_op.keep_recipe says what may be asked for. Plans are made anew where `recompute` changes. */
+ * tp_op.keep_recipe says what may be asked for. Plans are made anew where either changes. */
 TP_API void tp_core_set_recompute(tp_core *core, bool park, bool recompute);
 TP_API void tp_core_set_hooks(tp_core *core, const tp_hooks *hooks);
 /* Makes room in the budget for `bytes` more of the foreign allocator: gives up cached frames, then

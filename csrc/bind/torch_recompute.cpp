@@ -151,8 +151,8 @@ using WeakNode = Weak<std::decay_t<decltype(std::declval<const at::Tensor &>().g
 /* References to a tensor that a node of autograd has, until it runs or goes. */
 struct Save {
     WeakNode node;
-    uint64_t key; /* node_key */
-    size_t count;
+    uint64_t key = 0; /* node_key */
+    size_t count = 0;
 };
 
 /* A tensor over a storage. */
@@ -175,10 +175,8 @@ struct Made {
     tp_core *core = nullptr;
     tp_addr addr = 0; /* 0: it is dropped, or gone */
     size_t bytes = 0;
-    size_t own = 0; /* references to the storage that the operator itself left behind:
-                        what autograd keeps of results, in `saver`, until that runs */
-    WeakNode saver;
-    uint64_t saver_key = 0;
+    Save own; /* references to the storage that the operator itself left behind: what autograd
+                 keeps of results */
     size_t held = 0;            /* ours: it is needed by what is dropped */
     std::vector<Known> tensors; /* the result, and the views of it that operators made */
     bool refused = false;       /* code that we cannot see has used it */
@@ -788,9 +786,9 @@ void note_saver(Registry &r, const std::shared_ptr<Made> &made, const at::Tensor
         made->refused = true; /* somebody else */
         return;
     }
-    made->saver = WeakNode(node);
-    made->saver_key = node_key(node->sequence_nr(), node->thread_id());
-    r.savers[made->saver_key].push_back(made);
+    made->own.node = WeakNode(node);
+    made->own.key = node_key(node->sequence_nr(), node->thread_id());
+    r.savers[made->own.key].push_back(made);
 }
 
 void read_by(Registry &r, const std::shared_ptr<Recipe> &recipe) {
@@ -837,10 +835,10 @@ void recompute_captured(const std::shared_ptr<Recipe> &recipe,
         one->core = tp_core_owning(addr);
         one->addr = addr;
         one->bytes = storage->unsafeGetStorageImpl()->nbytes();
-        one->own = storage->use_count() - 1;
+        one->own.count = storage->use_count() - 1;
         one->cast_of_leaf = is_cast_of_leaf(*recipe, tensor);
         Known &known = add_tensor(*one, tensor);
-        if (one->own > 0) note_saver(r, one, tensor);
+        if (one->own.count > 0) note_saver(r, one, tensor);
         if (key != 0 && tensor.use_count() > kReturned) {
             add_save(r, one, known, {node, key, tensor.use_count() - kReturned});
         }
@@ -1228,8 +1226,8 @@ bool is_over(const Known &known, const Made &made) {
 
 /* Every tensor over the storage is known, and who has it. */
 bool is_out_of_reach(const Made &made, size_t use_count) {
-    const bool saved = !made.saver.expired() || !in_force(kRuleSaved);
-    size_t count = made.held + (saved ? made.own : 0);
+    const bool saved = !made.own.node.expired() || !in_force(kRuleSaved);
+    size_t count = made.held + (saved ? made.own.count : 0);
     for (const Known &known : made.tensors) {
         if (known.tensor.use_count() == 0 || !is_over(known, made)) continue;
         if (in_force(kRulePython) && is_held_by_python(known.tensor)) return false;
@@ -1560,7 +1558,7 @@ void recompute_node_runs(uint64_t sequence, uint64_t thread) {
     for (const auto &weak : found->second) {
         const auto made = weak.lock();
         if (made == nullptr || !in_force(kRuleSaved)) continue;
-        if (made->saver_key == found->first) made->own = 0;
+        if (made->own.key == found->first) made->own.count = 0;
         for (Known &known : made->tensors) {
             for (Save &save : known.saves)
                 if (save.key == found->first) save.count = 0;
