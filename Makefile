@@ -24,8 +24,8 @@ JUDGE_ARGS ?=
 CLANG_FORMAT_VERSION = 20.1.8
 PTX_ARCHS = sm_75 sm_80 sm_90
 BUILD_TOOLS = "setuptools>=68" wheel numpy nvidia-ml-py
-TEST_TOOLS = pytest pytest-timeout pytest-xdist hypothesis coverage rich matplotlib accelerate lightning expecttest \
-             transformers
+TEST_TOOLS = pytest pytest-timeout pytest-xdist hypothesis coverage rich matplotlib accelerate \
+             lightning expecttest transformers
 LINT_TOOLS = ruff mypy clang-format==$(CLANG_FORMAT_VERSION)
 
 PY = $(VENV)/bin/python
@@ -79,7 +79,7 @@ test-gpu-long: ## there too, what takes minutes; PART="live gpt_bits" (or recomp
 test-gpu-product: ## there too: the demo, the GPT in part of its memory, overhead, doors, in 7 minutes
 	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py --product $(PART) -- $(PYTEST_ARGS)
 
-test-gpu-memcheck: ## there too: the contract and the core of tests/gpu under compute-sanitizer, 4 minutes
+test-gpu-memcheck: ## there too: the contract and the core of tests/gpu under compute-sanitizer, 2 minutes
 	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py --memcheck $(PART) -- $(PYTEST_ARGS)
 
 test-gpu-ops: ## there too: PyTorch's operator samples, 7 minutes of them; run it again for the rest

@@ -92,10 +92,15 @@ class Ended:
         return f"{self.name:<18}{self.seconds:>6.0f} s  {what}"
 
 
+def program_part(name: str, share_s: float, *arguments: str) -> Part:
+    """Return a part that runs Python."""
+    return Part(name, share_s, (sys.executable, "-X", "faulthandler", *arguments))
+
+
 def pytest_part(name: str, share_s: float, *arguments: str) -> Part:
     """Return a part that runs pytest."""
-    command = (sys.executable, "-X", "faulthandler", "-m", "pytest", "--durations=8")
-    return Part(name, share_s, (*command, *arguments), is_pytest=True)
+    made = program_part(name, share_s, "-m", "pytest", "--durations=8", *arguments)
+    return replace(made, is_pytest=True)
 
 
 def build_part() -> Part:
@@ -140,11 +145,6 @@ def long_parts(names: Sequence[str]) -> list[Part]:
     ]
 
 
-def program_part(name: str, share_s: float, *arguments: str) -> Part:
-    """Return a part that runs Python."""
-    return Part(name, share_s, (sys.executable, "-X", "faulthandler", *arguments))
-
-
 def product_parts() -> list[Part]:
     """Return those of make test-gpu-product."""
     overhead = ("benchmarks/overhead.py", "--rounds", "20", "--workload")
@@ -168,12 +168,11 @@ def memcheck_parts() -> list[Part]:
     left_out = [word for name in NOT_UNDER_MEMCHECK for word in ("--deselect", name)]
     files = [f"tests/gpu/{name}" for name in CORE]
     pytest = pytest_part("core", 170, "-m", "not long", *left_out, *files)
-    patience = f"{hang_guard.PATIENCE}=2"
-    command = ("env", patience, *MEMCHECK, *pytest.command)
+    under = ("env", f"{hang_guard.PATIENCE}=2", *MEMCHECK)
     return [
         build_part(),
         Part("contract", 60, contract),
-        Part(pytest.name, pytest.share_s, command, is_pytest=True),
+        replace(pytest, command=(*under, *pytest.command)),
     ]
 
 
