@@ -76,7 +76,7 @@ test-gpu: ## on a GPU machine, with its own python and torch: C contract on CUDA
 test-gpu-long: ## there too, what takes minutes; PART="live gpt_bits" (or recompute models overhead regions)
 	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py --long $(PART) -- $(PYTEST_ARGS)
 
-test-gpu-product: ## there too: the demo, the GPT in part of its memory, overhead, doors, in 7 minutes
+test-gpu-product: ## there too: the demo, the GPT in part of its memory, overhead, doors, in 8 to 10 minutes
 	$(IN_PLACE) $(PYTHON) tests/gpu_parts.py --product $(PART) -- $(PYTEST_ARGS)
 
 test-gpu-memcheck: ## there too: the contract and the core of tests/gpu under compute-sanitizer, 2 minutes

@@ -105,7 +105,22 @@ DeviceState &state_of(int device) {
     return states[device];
 }
 
+/* No device serves less from our side: most requests end at this one look, for to ask CUDA for the
+ * device and the stream costs as much as all the rest of what the door does for them. */
+std::atomic<size_t> least_served{SIZE_MAX};
+
 bool known_device(int device) { return device >= 0 && device < kDevices; }
+
+void set_served(int device, bool on, size_t large_min) {
+    state_of(device).large_min.store(large_min);
+    state_of(device).enabled.store(on);
+    size_t least = SIZE_MAX;
+    for (int each = 0; each < kDevices; each++) {
+        const DeviceState &state = state_of(each);
+        if (state.enabled.load()) least = tp_min_size(least, state.large_min.load());
+    }
+    least_served.store(least);
+}
 
 tp_core *core_of(int device) { return known_device(device) ? tp_core_at(device) : nullptr; }
 
@@ -246,22 +261,24 @@ bool make_room(tp_core *core, size_t bytes, tp_error *error) {
     throw_alloc_error(device, oom, known);
 }
 
-/* Calls the native allocator; when it is out of memory, makes room in the shared budget first
- * without, then with its cache flushed, and tries again. Nothing: there is no room. */
+/* Calls the native allocator for the current device; when it is out of memory, makes room in the
+ * shared budget first without, then with its cache flushed, and tries again. Nothing: there is no
+ * room, and *error says why. */
 template <class Call>
-auto native_with_room(int device, size_t bytes, tp_error *error, Call call)
+auto native_with_room(size_t bytes, std::optional<tp_error> *error, Call call)
     -> std::optional<decltype(call())> {
+    int device = 0;
     for (int attempt = 0;; attempt++) {
         try {
             return call();
         } catch (const c10::OutOfMemoryError &) {
+            device = c10::cuda::current_device();
             if (core_of(device) == nullptr || !is_shared(device)) throw;
             /* Handled below, outside the handler: making room may wait. */
         }
         if (attempt == 2) return std::nullopt;
         if (attempt == 1) foreign_flush(device);
-        *error = tp_error{};
-        (void)make_room(core_of(device), bytes, error);
+        (void)make_room(core_of(device), bytes, &error->emplace());
     }
 }
 
@@ -415,6 +432,14 @@ tp_core *core_for(int device, cudaStream_t stream) {
     return core;
 }
 
+cudaStream_t stream_now(int device) {
+    return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+}
+
+bool may_serve(size_t bytes) {
+    return C10_UNLIKELY(bytes >= least_served.load(std::memory_order_relaxed));
+}
+
 /* The core that serves the request, or null: the native allocator does. */
 tp_core *serving_core(int device, size_t bytes, cudaStream_t stream) {
     if (!known_device(device)) return nullptr;
@@ -517,6 +542,11 @@ void fill_if_asked(void *ptr, size_t bytes, cudaStream_t stream) {
     C10_CUDA_CHECK(cudaMemsetAsync(ptr, byte, bytes, stream));
 }
 
+void fill_if_asked(void *ptr, size_t bytes) {
+    if (C10_LIKELY(tp_bind_filler() == 0)) return;
+    fill_if_asked(ptr, bytes, stream_now(c10::cuda::current_device()));
+}
+
 class CudaDoor final : public cca::CUDAAllocator {
   public:
     using Device = c10::DeviceIndex;
@@ -526,23 +556,26 @@ class CudaDoor final : public cca::CUDAAllocator {
     /* c10::Allocator */
     c10::DataPtr allocate(size_t n) override {
         throw_if_memory_lacks();
-        const Device device = c10::cuda::current_device();
-        const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
-        tp_core *core = serving_core(device, n, stream);
+        tp_core *core = nullptr;
+        if (may_serve(n)) {
+            const Device device = c10::cuda::current_device();
+            core = serving_core(device, n, stream_now(device));
+        }
+        std::optional<tp_error> error;
         if (core == nullptr) {
-            tp_error error{};
-            auto data =
-                native_with_room(device, n, &error, [n] { return native()->allocate(n); });
+            auto data = native_with_room(n, &error, [n] { return native()->allocate(n); });
             if (C10_LIKELY(data.has_value())) {
                 own_deleter(*data);
-                fill_if_asked(data->get(), n, stream);
+                fill_if_asked(data->get(), n);
                 return std::move(*data);
             }
-            core = core_instead(device, n, stream, error);
         }
+        const Device device = c10::cuda::current_device();
+        const cudaStream_t stream = stream_now(device);
+        if (core == nullptr) core = core_instead(device, n, stream, *error);
         void *ptr = our_alloc(core, device, n, stream);
         c10::DataPtr data(ptr, ptr, &door_delete, c10::Device(c10::DeviceType::CUDA, device));
-        fill_if_asked(ptr, n, stream);
+        fill_if_asked(ptr, n);
         return data;
     }
     bool is_simple_data_ptr(const c10::DataPtr &data) const override {
@@ -594,7 +627,7 @@ class CudaDoor final : public cca::CUDAAllocator {
     void *raw_alloc(size_t nbytes) override {
         if (nbytes == 0) return nullptr;
         const Device device = c10::cuda::current_device();
-        return raw_on(device, nbytes, c10::cuda::getCurrentCUDAStream(device).stream(),
+        return raw_on(device, nbytes, stream_now(device),
                       [nbytes] { return native()->raw_alloc(nbytes); });
     }
     void *raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {
@@ -811,10 +844,10 @@ class CudaDoor final : public cca::CUDAAllocator {
     void *raw_unfilled(Device device, size_t bytes, cudaStream_t stream, Call call) {
         tp_core *core = serving_core(device, bytes, stream);
         if (core == nullptr) {
-            tp_error error{};
-            const auto ptr = native_with_room(device, bytes, &error, call);
+            std::optional<tp_error> error;
+            const auto ptr = native_with_room(bytes, &error, call);
             if (C10_LIKELY(ptr.has_value())) return *ptr;
-            core = core_instead(device, bytes, stream, error);
+            core = core_instead(device, bytes, stream, *error);
         }
         return our_alloc(core, device, bytes, stream);
     }
@@ -1003,8 +1036,7 @@ PyObject *cuda_enable(PyObject *, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_ValueError, "no such CUDA device, or large_min is not positive");
         return nullptr;
     }
-    state_of(device).large_min.store(static_cast<size_t>(large_min));
-    state_of(device).enabled.store(on != 0);
+    set_served(device, on != 0, static_cast<size_t>(large_min));
     Py_RETURN_NONE;
 }
 

@@ -49,28 +49,26 @@ def slots() -> list[int]:
 def _before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    clocks = _begun[id(optimizer)] = {}
     for slot in slots():
         _core.mark_step(slot, _core.OPTIMIZER_BEGIN)
-    _begun[id(optimizer)] = {slot: _core.use_clock(slot) for slot in _armed_slots()}
+        if _core.armed(slot):
+            clocks[slot] = _core.use_clock(slot)
 
 
 def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    begun = _begun.pop(id(optimizer), {})
+    addresses: list[int] | None = None
     for slot in slots():
         _core.mark_step(slot, _core.OPTIMIZER_END)
-    begun = _begun.pop(id(optimizer), {})
-    armed = _armed_slots()
-    if not armed:
-        return
-    addresses = _addresses(optimizer)
-    for slot in armed:
+        if not _core.armed(slot):
+            continue
+        if addresses is None:
+            addresses = _addresses(optimizer)
         # Armed during the step: some of it was not seen.
         _core.mark_written(slot, addresses, begun.get(slot, _core.use_clock(slot)))
-
-
-def _armed_slots() -> list[int]:
-    return [slot for slot in slots() if _core.armed(slot)]
 
 
 def _addresses(optimizer: torch.optim.Optimizer) -> list[int]:
