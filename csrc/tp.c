@@ -453,7 +453,7 @@ void tp_mark_step(tp_core *core, tp_step_mark mark) {
     tp_pager *pager = enter(core);
     tp_verify_poll(pager);
     tp_steps_mark(&pager->steps, mark);
-    tp_pager_wake(pager);
+    if (tp_steps_on(&pager->steps)) tp_pager_wake(pager); /* for the plans; waking costs 10 us */
     leave(pager);
 }
 
@@ -732,6 +732,7 @@ tp_core *tp_core_at(int slot) {
 }
 
 tp_core *tp_core_owning(tp_addr addr) {
+    if (!tp_space_near(addr)) return NULL; /* what a door frees for others costs nothing more */
     const int used = atomic_load_explicit(&cores_used, memory_order_acquire);
     for (int i = 0; i < used; i++) {
         tp_core *core = atomic_load_explicit(&cores[i], memory_order_acquire);

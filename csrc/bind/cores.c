@@ -69,9 +69,16 @@ static _Thread_local bool python_is_out;
 
 void tp_bind_keep_python_out(bool out) { python_is_out = out; }
 
+int tp_bind_asked_for;
+
+void tp_bind_ask(void) { __atomic_store_n(&tp_bind_asked_for, 1, __ATOMIC_RELAXED); }
+
 static _Thread_local unsigned char filler;
 
-void tp_bind_set_filler(unsigned char byte) { filler = byte; }
+void tp_bind_set_filler(unsigned char byte) {
+    tp_bind_ask();
+    filler = byte;
+}
 unsigned char tp_bind_filler(void) { return filler; }
 
 static bool hook_collect(void *ctx) {

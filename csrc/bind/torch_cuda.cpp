@@ -543,7 +543,7 @@ void fill_if_asked(void *ptr, size_t bytes, cudaStream_t stream) {
 }
 
 void fill_if_asked(void *ptr, size_t bytes) {
-    if (C10_LIKELY(tp_bind_filler() == 0)) return;
+    if (C10_LIKELY(!tp_bind_must_ask())) return;
     fill_if_asked(ptr, bytes, stream_now(c10::cuda::current_device()));
 }
 

@@ -1184,6 +1184,7 @@ bool bring_back(const std::shared_ptr<Made> &made, bool for_operator) {
         no_memory = std::string("torchpager gave up bytes of a tensor that this operator uses, "
                                 "which can be made again, and there is no memory for that: ") +
                     error.what_without_backtrace();
+        tp_bind_ask();
         lacks_memory = true;
     } catch (const std::exception &) {
         /* Whoever asks for the pointer is told. */
