@@ -8,6 +8,11 @@ They are timed in turns inside one process, on one model, so that clocks, caches
 fragmentation are the same for all; the figures are medians over the rounds, the ratios medians
 of the ratios within a round. Nothing else is evicted.
 
+Installed costs less than a machine that is shared changes its speed from one second to the
+next. So it is timed against native in pairs, two steps by two, with all that auto_offload() has
+put into the process taken out and put back between them; with the median comes the interval that
+has it in 95 of 100 runs, from the order of the pairs.
+
     python benchmarks/overhead.py --json build/overhead.json
 
 On a GPU: the GPT of benchmarks/gpt.py, bound by the GPU, and a small one, bound by launches.
@@ -18,7 +23,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,10 +33,13 @@ from typing import Any
 import torch
 
 import torchpager
-from torchpager import _torch_cpu, testing
+from torchpager import _torch_cpu, optimizer_chunks, optimizers, regions, testing
 from torchpager.demo_train import GPT, Config, Silent, one_step, synchronize
 
-MODES = ("native", "installed", "sampling", "armed")
+PAIRED = ("native", "installed")
+MODES = ("native", "sampling", "armed")
+# Of a pair's half.
+PAIR_WARM_STEPS, PAIR_STEPS = 1, 2
 # Steps until plans are made, if there is one to be made.
 ARMED_WARM_STEPS = 8
 SAMPLING = 1  # as hook_forced() counts
@@ -40,7 +48,7 @@ GPU_BLOCK = 32 << 20
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, how often a turn steps it before and while timing, and turns in a round.
+    """A model, how often a turn steps it before and while timing, turns and pairs in a round.
 
     Armed, more steps come before.
     """
@@ -50,6 +58,7 @@ class Workload:
     warm_steps: int
     timed_steps: int
     turns: int = 1
+    pairs: int = 1
 
 
 BIG = Workload(
@@ -81,7 +90,8 @@ SMALL = Workload(
     ),
     warm_steps=2,
     timed_steps=10,
-    turns=3,  # launches take longer now and shorter then; many short turns see less of that
+    turns=2,  # launches take longer now and shorter then; many short turns see less of that
+    pairs=20,
 )
 
 
@@ -104,20 +114,72 @@ def stepper(config: Config) -> Callable[[], None]:
 Switch = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Switches:
+    """What puts the process into a mode.
+
+    ``between`` knows the paired ones only and changes nothing but what a step meets, quickly.
+    """
+
+    to: Switch
+    between: Switch
+
+
 def arm(device: str, size: int) -> None:
     """Have something evicted, as when memory has become tight."""
     of_no_use = torch.zeros(size, dtype=torch.uint8, device=device)
     testing.evict(of_no_use)
 
 
+class InAndOut:
+    """Takes what ``auto_offload()`` has put into the process out of it, and puts it back.
+
+    The core stays, with its memory. Steps out of it are plain ones.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._is_in = True
+
+    def __call__(self, mode: str) -> None:
+        """Put it in or out."""
+        from torchpager import _torch_cuda
+
+        wanted = mode == "installed"
+        if wanted == self._is_in:
+            return
+        self._is_in = wanted
+        slot = torch.cuda.current_device()
+        if wanted:
+            regions.install(self._context)
+            _torch_cuda.install()
+            optimizer_chunks.start(self._context, slot)
+            optimizers.watch(self._context, slot)
+        else:
+            optimizers.unwatch(self._context)
+            optimizer_chunks.stop(self._context)
+            _torch_cuda.uninstall()
+            regions.uninstall(self._context)
+
+
 @contextmanager
-def gpu_switch() -> Iterator[Switch]:
+def gpu_switches() -> Iterator[Switches]:
     """Yield what puts the process into a mode: outside or inside ``auto_offload()``."""
     active: list[Any] = []
+    in_and_out: list[InAndOut] = []
+
+    def between(mode: str) -> None:
+        if not active:
+            switch("installed")
+            in_and_out[:] = [InAndOut(active[-1])]
+        in_and_out[-1](mode)
 
     def switch(mode: str) -> None:
         _torch_cpu.hook_forced(SAMPLING if mode == "sampling" else 0)
         if active:  # also from armed to another mode: that disarms
+            for each in in_and_out:
+                each("installed")
+            in_and_out.clear()
             active.pop().stop()
         if mode != "native":
             active.append(torchpager.auto_offload())
@@ -125,12 +187,12 @@ def gpu_switch() -> Iterator[Switch]:
         if mode == "armed":
             arm("cuda", GPU_BLOCK)
 
-    yield switch
+    yield Switches(switch, between)
     switch("native")
 
 
 @contextmanager
-def cpu_switch(large_min: int) -> Iterator[Switch]:
+def cpu_switches(large_min: int) -> Iterator[Switches]:
     """Yield the same for CPU tensors, inside ``simulate()``."""
     active: list[Any] = []
 
@@ -149,51 +211,86 @@ def cpu_switch(large_min: int) -> Iterator[Switch]:
             arm("cpu", large_min)
 
     with torchpager.simulate("2 GiB", granularity=large_min, large_min=large_min):
-        yield switch
+        yield Switches(switch, switch)
         switch("installed")  # as it was found
 
 
-def turn(workload: Workload, step: Callable[[], None], warm_steps: int) -> float:
-    """Return the seconds of one step, after warming up."""
-    for _ in range(warm_steps):
-        step()
-    synchronize(workload.config.device)
-    begin = time.perf_counter()
-    for _ in range(workload.timed_steps):
-        step()
-    synchronize(workload.config.device)
-    return (time.perf_counter() - begin) / workload.timed_steps
+class Timed:
+    """The seconds of steps by mode, and what else happened in them."""
+
+    def __init__(self, device: str, step: Callable[[], None]) -> None:
+        self._device = device
+        self._step = step
+        self.seconds: dict[str, list[float]] = {}
+        self.hook_calls: dict[str, int] = {}
+        self.evictions = 0
+
+    def turn(self, mode: str, warm_steps: int, timed_steps: int) -> None:
+        """Time one step, as the mean of some, after warming up."""
+        calls, evictions = _torch_cpu.hook_calls(), torchpager.stats().evictions.count
+        for _ in range(warm_steps):
+            self._step()
+        synchronize(self._device)
+        begin = time.perf_counter()
+        for _ in range(timed_steps):
+            self._step()
+        synchronize(self._device)
+        seconds = (time.perf_counter() - begin) / timed_steps
+        self.seconds.setdefault(mode, []).append(seconds)
+        seen = _torch_cpu.hook_calls() - calls
+        self.hook_calls[mode] = self.hook_calls.get(mode, 0) + seen
+        self.evictions += torchpager.stats().evictions.count - evictions
+
+    def ratios(self, mode: str) -> list[float]:
+        """Return what each turn took, as ratios to native's turn beside it, sorted."""
+        pairs = zip(self.seconds[mode], self.seconds["native"], strict=True)
+        return sorted(turn / native for turn, native in pairs)
+
+    def milliseconds(self, mode: str) -> float:
+        """Return the median step."""
+        return median(self.seconds[mode]) * 1e3
 
 
-def measure(workload: Workload, rounds: int, switch: Switch) -> Any:
+def interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the interval that has the median in 95 of 100 samples.
+
+    By the order of the sample alone: as many values are below the true median as heads come of
+    so many throws of a coin.
+    """
+    count = len(ordered)
+    away = 0.98 * count**0.5
+    low, high = int(count / 2 - away), int(count / 2 + away + 1)
+    return ordered[max(0, low)], ordered[min(count - 1, high)]
+
+
+def measure(workload: Workload, rounds: int, switches: Switches) -> Any:
     """Time the modes in turns and return figures as a JSON object."""
-    rounds *= workload.turns
     step = stepper(workload.config)
-    for _ in range(3):
-        step()
-    times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    evictions = 0
-    seen_by_mode = dict.fromkeys(MODES, 0)
-    for index in range(rounds):
+    paired, turns = (Timed(workload.config.device, step) for _ in range(2))
+    for mode in PAIRED:
+        switches.between(mode)
+        for _ in range(3):
+            step()
+    for index in range(rounds * workload.pairs):
+        for mode in PAIRED if index % 2 == 0 else reversed(PAIRED):
+            switches.between(mode)
+            paired.turn(mode, PAIR_WARM_STEPS, PAIR_STEPS)
+    for index in range(rounds * workload.turns):
         for shift in range(len(MODES)):
             mode = MODES[(index + shift) % len(MODES)]
-            switch(mode)
+            switches.to(mode)
             warm_steps = ARMED_WARM_STEPS if mode == "armed" else workload.warm_steps
-            calls, before = _torch_cpu.hook_calls(), torchpager.stats().evictions.count
-            times[mode].append(turn(workload, step, warm_steps))
-            seen_by_mode[mode] += _torch_cpu.hook_calls() - calls
-            evictions += torchpager.stats().evictions.count - before
-    ratios = {
-        mode: median(a / b for a, b in zip(times[mode], times["native"], strict=True))
-        for mode in MODES
-    }
+            turns.turn(mode, warm_steps, workload.timed_steps)
+    source = {"native": paired, "installed": paired, "sampling": turns, "armed": turns}
     return {
         "name": workload.name,
-        "rounds": rounds,
-        "step_ms": {mode: median(times[mode]) * 1e3 for mode in MODES},
-        "ratio": ratios,
-        "hook_calls": seen_by_mode,
-        "evictions": evictions,
+        "pairs": rounds * workload.pairs,
+        "turns": rounds * workload.turns,
+        "step_ms": {mode: timed.milliseconds(mode) for mode, timed in source.items()},
+        "ratio": {mode: median(timed.ratios(mode)) for mode, timed in source.items()},
+        "interval": {mode: interval(timed.ratios(mode)) for mode, timed in source.items()},
+        "hook_calls": {mode: timed.hook_calls[mode] for mode, timed in source.items()},
+        "evictions": paired.evictions + turns.evictions,
     }
 
 
@@ -201,8 +298,8 @@ def on_gpu(rounds: int, workloads: Iterable[Workload]) -> list[Any]:
     """Measure through the wrapper door."""
     found = []
     for workload in workloads:
-        with gpu_switch() as switch:
-            found.append(measure(workload, rounds, switch))
+        with gpu_switches() as switches:
+            found.append(measure(workload, rounds, switches))
         torch.cuda.empty_cache()
     return found
 
@@ -211,10 +308,10 @@ def on_cpu(rounds: int) -> list[Any]:
     """Measure a small workload through the CPU door."""
     torch.set_num_threads(1)
     workload = replace(
-        SMALL, config=replace(SMALL.config, device="cpu", autocast=False), turns=1
+        SMALL, config=replace(SMALL.config, device="cpu", autocast=False), turns=1, pairs=4
     )
-    with cpu_switch(64 << 10) as switch:
-        return [measure(workload, rounds, switch)]
+    with cpu_switches(64 << 10) as switches:
+        return [measure(workload, rounds, switches)]
 
 
 def main() -> int:
@@ -228,10 +325,11 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     found = on_gpu(arguments.rounds, workloads) if gpu else on_cpu(arguments.rounds)
     for one in found:
-        for mode in MODES:
+        for mode, ratio in one["ratio"].items():
+            low, high = one["interval"][mode]
             print(
                 f"{one['name']:<16}{mode:<12}{one['step_ms'][mode]:>10.3f} ms"
-                f"{one['ratio'][mode]:>8.3f} x native"
+                f"{ratio:>8.3f} x native  ({low:.3f} to {high:.3f})"
             )
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

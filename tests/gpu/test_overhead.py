@@ -1,7 +1,7 @@
 """A program that fits pays little: a guard against gross regressions.
 
 What is promised (1.01 installed) is measured by ``make bench``, with many rounds. Medians of
-the few rounds here differ by 3% from run to run, and by more for a program bound by launches.
+the few rounds here differ by some percent from run to run, most for a program bound by launches.
 The limits leave room for that: a pass says no more than that nothing is badly wrong.
 """
 
@@ -14,7 +14,7 @@ from conftest import Script
 # Of native, at most.
 LIMITS = {
     "gpt 16 x 2048": {"installed": 1.05, "sampling": 1.06, "armed": 1.10},
-    "gpt 4 x 128": {"installed": 1.12, "sampling": 1.20, "armed": 1.80},
+    "gpt 4 x 128": {"installed": 1.05, "sampling": 1.20, "armed": 1.80},
 }
 
 
