@@ -9,9 +9,9 @@ fragmentation are the same for all; the figures are medians over the rounds, the
 of the ratios within a round. Nothing else is evicted.
 
 Installed costs less than a machine that is shared changes its speed from one second to the
-next. So it is timed against native in pairs, two steps by two, with all that auto_offload() has
-put into the process taken out and put back between them; with the median comes the interval that
-has it in 95 of 100 runs, from the order of the pairs.
+next. So it is timed against native in pairs, two steps by two, and all that auto_offload() has
+put into the process is taken out and put back between them. With the median comes the interval
+that has it in 95 of 100 runs, from the order of the pairs.
 
     python benchmarks/overhead.py --json build/overhead.json
 
@@ -153,11 +153,13 @@ class InAndOut:
         if wanted:
             regions.install(self._context)
             _torch_cuda.install()
+            _torch_cuda.share_budget(slot, True)
             optimizer_chunks.start(self._context, slot)
             optimizers.watch(self._context, slot)
         else:
             optimizers.unwatch(self._context)
             optimizer_chunks.stop(self._context)
+            _torch_cuda.share_budget(slot, False)
             _torch_cuda.uninstall()
             regions.uninstall(self._context)
 
