@@ -9,6 +9,7 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "base/glance.h"
 #include "pager/access.h"
 #include "pager/alloc.h"
 #include "pager/arming.h"
@@ -453,7 +454,8 @@ void tp_mark_step(tp_core *core, tp_step_mark mark) {
     tp_pager *pager = enter(core);
     tp_verify_poll(pager);
     tp_steps_mark(&pager->steps, mark);
-    if (tp_steps_on(&pager->steps)) tp_pager_wake(pager); /* for the plans; waking costs 10 us */
+    if (tp_steps_on(&pager->steps))
+        tp_pager_wake(pager); /* for the plans; waking costs 10 us */
     leave(pager);
 }
 
@@ -732,7 +734,7 @@ tp_core *tp_core_at(int slot) {
 }
 
 tp_core *tp_core_owning(tp_addr addr) {
-    if (!tp_space_near(addr)) return NULL; /* what a door frees for others costs nothing more */
+    if (!tp_glance_may_own(addr)) return NULL;
     const int used = atomic_load_explicit(&cores_used, memory_order_acquire);
     for (int i = 0; i < used; i++) {
         tp_core *core = atomic_load_explicit(&cores[i], memory_order_acquire);

@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "base/glance.h"
 #include "device/device_cuda.h"
 
 typedef struct slot_state {
@@ -69,11 +70,9 @@ static _Thread_local bool python_is_out;
 
 void tp_bind_keep_python_out(bool out) { python_is_out = out; }
 
-int tp_bind_asked_for;
-
-void tp_bind_ask(void) { __atomic_store_n(&tp_bind_asked_for, 1, __ATOMIC_RELAXED); }
-
 static _Thread_local unsigned char filler;
+
+void tp_bind_ask(void) { tp_glance_ask(); }
 
 void tp_bind_set_filler(unsigned char byte) {
     tp_bind_ask();

@@ -76,15 +76,8 @@ bool tp_bind_close_sim(void);
 TP_API TP_MUST_USE tp_status tp_bind_alloc(tp_core *core, size_t bytes, tp_stream stream,
                                            tp_addr *out, tp_oom *oom, tp_error *error);
 
-/* 0: no thread has ever had a filler or lacked memory, and a door need not ask for either. Most
- * allocations are small, and asking would be most of what a door costs them. */
-extern TP_API int tp_bind_asked_for;
-static inline bool tp_bind_must_ask(void) {
-    return __atomic_load_n(&tp_bind_asked_for, __ATOMIC_RELAXED) != 0;
-}
-/* Doors ask from now on; before this thread has reason to be asked. */
+/* The doors ask from now on what follows; before this thread has reason to be asked. */
 TP_API void tp_bind_ask(void);
-
 /* Before a door allocates, here or natively: the text of the exception that is due; NULL: none. Valid
  * until this thread's operator ends. */
 TP_API const char *tp_bind_lacks_memory(void);

@@ -34,7 +34,7 @@ void door_delete(void *ptr) {
 }
 
 void fill_if_asked(void *ptr, size_t bytes) {
-    if (C10_LIKELY(!tp_bind_must_ask())) return;
+    if (C10_LIKELY(!tp_glance_asks())) return;
     const unsigned char byte = tp_bind_filler();
     if (C10_UNLIKELY(byte != 0) && ptr != nullptr) std::memset(ptr, byte, bytes);
 }

@@ -43,10 +43,17 @@ constexpr size_t kLargeSegment = 20 * TP_MIB;
 constexpr size_t kOwnSegmentFrom = 10 * TP_MIB;
 constexpr size_t kSmallRequest = 1 * TP_MIB;
 
-std::atomic<cca::CUDAAllocator *> native_allocator{nullptr};
-std::atomic<c10::DeleterFnPtr> native_deleter{nullptr};
+/* What the door reads for each request, in one cache line. */
+struct alignas(64) Hot {
+    std::atomic<cca::CUDAAllocator *> allocator{nullptr}; /* the native one */
+    std::atomic<c10::DeleterFnPtr> deleter{nullptr};      /* its own */
+    /* No device serves less from our side: most requests end at this one look, for to ask CUDA for
+     * the device and the stream costs as much as all the rest of what the door does for them. */
+    std::atomic<size_t> least_served{SIZE_MAX};
+};
+Hot hot;
 
-cca::CUDAAllocator *native() { return native_allocator.load(std::memory_order_acquire); }
+cca::CUDAAllocator *native() { return hot.allocator.load(std::memory_order_acquire); }
 
 History &history() {
     static auto *instance = new History; /* blocks are freed until the process ends */
@@ -70,17 +77,18 @@ void our_free(tp_core *core, void *ptr) {
     tp_bind_free(core, addr_of(ptr));
 }
 
-void door_delete(void *ptr) {
-    tp_core *core = tp_core_owning(addr_of(ptr));
+[[gnu::hot]] void door_delete(void *ptr) {
+    tp_core *core =
+        C10_UNLIKELY(tp_glance_may_own(addr_of(ptr))) ? tp_core_owning(addr_of(ptr)) : nullptr;
     if (core != nullptr) {
         our_free(core, ptr);
     } else {
-        native_deleter.load(std::memory_order_relaxed)(ptr);
+        hot.deleter.load(std::memory_order_relaxed)(ptr);
     }
 }
 
 void own_deleter(c10::DataPtr &data) {
-    (void)data.compare_exchange_deleter(native_deleter.load(std::memory_order_relaxed),
+    (void)data.compare_exchange_deleter(hot.deleter.load(std::memory_order_relaxed),
                                         &door_delete);
 }
 
@@ -105,10 +113,6 @@ DeviceState &state_of(int device) {
     return states[device];
 }
 
-/* No device serves less from our side: most requests end at this one look, for to ask CUDA for the
- * device and the stream costs as much as all the rest of what the door does for them. */
-std::atomic<size_t> least_served{SIZE_MAX};
-
 bool known_device(int device) { return device >= 0 && device < kDevices; }
 
 void set_served(int device, bool on, size_t large_min) {
@@ -119,7 +123,7 @@ void set_served(int device, bool on, size_t large_min) {
         const DeviceState &state = state_of(each);
         if (state.enabled.load()) least = tp_min_size(least, state.large_min.load());
     }
-    least_served.store(least);
+    hot.least_served.store(least);
 }
 
 tp_core *core_of(int device) { return known_device(device) ? tp_core_at(device) : nullptr; }
@@ -261,24 +265,31 @@ bool make_room(tp_core *core, size_t bytes, tp_error *error) {
     throw_alloc_error(device, oom, known);
 }
 
+/* Whether there is a budget in which to make room for the native allocator. */
+bool can_make_room() {
+    const int device = c10::cuda::current_device();
+    return core_of(device) != nullptr && is_shared(device);
+}
+
 /* Calls the native allocator for the current device; when it is out of memory, makes room in the
- * shared budget first without, then with its cache flushed, and tries again. Nothing: there is no
- * room, and *error says why. */
+ * shared budget first without, then with its cache flushed, and tries again. `tried`: it has been
+ * called in vain already. Nothing: there is no room, and *error says why. */
 template <class Call>
-auto native_with_room(size_t bytes, std::optional<tp_error> *error, Call call)
+auto native_with_room(size_t bytes, bool tried, std::optional<tp_error> *error, Call call)
     -> std::optional<decltype(call())> {
-    int device = 0;
-    for (int attempt = 0;; attempt++) {
+    for (int attempt = tried ? 1 : 0;; attempt++) {
+        if (attempt > 0) {
+            /* Outside the handler: making room may wait. */
+            const int device = c10::cuda::current_device();
+            if (attempt == 2) foreign_flush(device);
+            (void)make_room(core_of(device), bytes, &error->emplace());
+        }
         try {
             return call();
         } catch (const c10::OutOfMemoryError &) {
-            device = c10::cuda::current_device();
-            if (core_of(device) == nullptr || !is_shared(device)) throw;
-            /* Handled below, outside the handler: making room may wait. */
+            if (!can_make_room()) throw;
         }
         if (attempt == 2) return std::nullopt;
-        if (attempt == 1) foreign_flush(device);
-        (void)make_room(core_of(device), bytes, &error->emplace());
     }
 }
 
@@ -437,7 +448,7 @@ cudaStream_t stream_now(int device) {
 }
 
 bool may_serve(size_t bytes) {
-    return C10_UNLIKELY(bytes >= least_served.load(std::memory_order_relaxed));
+    return bytes >= hot.least_served.load(std::memory_order_relaxed);
 }
 
 /* The core that serves the request, or null: the native allocator does. */
@@ -543,7 +554,7 @@ void fill_if_asked(void *ptr, size_t bytes, cudaStream_t stream) {
 }
 
 void fill_if_asked(void *ptr, size_t bytes) {
-    if (C10_LIKELY(!tp_bind_must_ask())) return;
+    if (C10_LIKELY(!tp_glance_asks())) return;
     fill_if_asked(ptr, bytes, stream_now(c10::cuda::current_device()));
 }
 
@@ -554,29 +565,19 @@ class CudaDoor final : public cca::CUDAAllocator {
     using cca::CUDAAllocator::recordStream;
 
     /* c10::Allocator */
-    c10::DataPtr allocate(size_t n) override {
-        throw_if_memory_lacks();
-        tp_core *core = nullptr;
-        if (may_serve(n)) {
-            const Device device = c10::cuda::current_device();
-            core = serving_core(device, n, stream_now(device));
-        }
-        std::optional<tp_error> error;
-        if (core == nullptr) {
-            auto data = native_with_room(n, &error, [n] { return native()->allocate(n); });
-            if (C10_LIKELY(data.has_value())) {
-                own_deleter(*data);
-                fill_if_asked(data->get(), n);
-                return std::move(*data);
+    [[gnu::hot]] c10::DataPtr allocate(size_t n) override {
+        bool tried = false;
+        if (C10_LIKELY(!may_serve(n) && !tp_glance_asks())) {
+            try {
+                c10::DataPtr data = native()->allocate(n);
+                own_deleter(data);
+                return data;
+            } catch (const c10::OutOfMemoryError &) {
+                if (!can_make_room()) throw;
+                tried = true;
             }
         }
-        const Device device = c10::cuda::current_device();
-        const cudaStream_t stream = stream_now(device);
-        if (core == nullptr) core = core_instead(device, n, stream, *error);
-        void *ptr = our_alloc(core, device, n, stream);
-        c10::DataPtr data(ptr, ptr, &door_delete, c10::Device(c10::DeviceType::CUDA, device));
-        fill_if_asked(ptr, n);
-        return data;
+        return allocate_slowly(n, tried);
     }
     bool is_simple_data_ptr(const c10::DataPtr &data) const override {
         return data.get() == data.get_context();
@@ -833,6 +834,32 @@ class CudaDoor final : public cca::CUDAAllocator {
     std::string name() override { return native()->name(); }
 
   private:
+    [[gnu::noinline]] c10::DataPtr allocate_slowly(size_t n, bool tried) {
+        throw_if_memory_lacks();
+        tp_core *core = nullptr;
+        if (may_serve(n)) {
+            const Device device = c10::cuda::current_device();
+            core = serving_core(device, n, stream_now(device));
+        }
+        std::optional<tp_error> error;
+        if (core == nullptr) {
+            auto data =
+                native_with_room(n, tried, &error, [n] { return native()->allocate(n); });
+            if (C10_LIKELY(data.has_value())) {
+                own_deleter(*data);
+                fill_if_asked(data->get(), n);
+                return std::move(*data);
+            }
+        }
+        const Device device = c10::cuda::current_device();
+        const cudaStream_t stream = stream_now(device);
+        if (core == nullptr) core = core_instead(device, n, stream, *error);
+        void *ptr = our_alloc(core, device, n, stream);
+        c10::DataPtr data(ptr, ptr, &door_delete, c10::Device(c10::DeviceType::CUDA, device));
+        fill_if_asked(ptr, n);
+        return data;
+    }
+
     template <class Call>
     void *raw_on(Device device, size_t bytes, cudaStream_t stream, Call call) {
         void *ptr = raw_unfilled(device, bytes, stream, call);
@@ -845,7 +872,7 @@ class CudaDoor final : public cca::CUDAAllocator {
         tp_core *core = serving_core(device, bytes, stream);
         if (core == nullptr) {
             std::optional<tp_error> error;
-            const auto ptr = native_with_room(bytes, &error, call);
+            const auto ptr = native_with_room(bytes, false, &error, call);
             if (C10_LIKELY(ptr.has_value())) return *ptr;
             core = core_instead(device, bytes, stream, *error);
         }
@@ -859,7 +886,7 @@ class CudaDoor final : public cca::CUDAAllocator {
             return;
         }
         c10::DataPtr view(data.get(), data.get_context(),
-                          native_deleter.load(std::memory_order_relaxed), data.device());
+                          hot.deleter.load(std::memory_order_relaxed), data.device());
         try {
             native()->recordStream(view, stream);
         } catch (...) {
@@ -899,12 +926,12 @@ std::string install_door() {
                "is \"" +
                name + "\"";
     }
-    const c10::DeleterFnPtr known = native_deleter.load();
+    const c10::DeleterFnPtr known = hot.deleter.load();
     if (known != nullptr && known != found->raw_deleter()) {
         return "another CUDA allocator has taken the native one's place";
     }
-    native_deleter.store(found->raw_deleter());
-    native_allocator.store(found);
+    hot.deleter.store(found->raw_deleter());
+    hot.allocator.store(found);
     if (!registry_set(&door())) return "PyTorch refused another CUDA allocator";
     cca::allocator.store(&door());
     is_installed = true;
@@ -926,7 +953,7 @@ std::string uninstall_door() {
 /* ---- adopting ---------------------------------------------------------------------------- */
 
 const char *refuses(c10::StorageImpl *storage, const c10::DataPtr &data) {
-    const c10::DeleterFnPtr known = native_deleter.load();
+    const c10::DeleterFnPtr known = hot.deleter.load();
     if (!data.device().is_cuda()) return "the tensor is not on a CUDA device";
     if (known == nullptr) return "the CUDA door has never been installed";
     if (storage->received_cuda()) return "its memory belongs to another process";

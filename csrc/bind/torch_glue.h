@@ -12,6 +12,7 @@
 #include <cstring>
 #include <string>
 
+#include "base/glance.h"
 #include "bind/cores.h"
 #include "bind/oom_text.h"
 
@@ -33,7 +34,7 @@ namespace torchpager {
 
 /* Before a door allocates: raises what this thread's operator is due. */
 inline void throw_if_memory_lacks() {
-    if (C10_LIKELY(!tp_bind_must_ask())) return;
+    if (C10_LIKELY(!tp_glance_asks())) return;
     const char *text = tp_bind_lacks_memory();
     if (C10_LIKELY(text == nullptr)) return;
     throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},

@@ -5,6 +5,7 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "base/glance.h"
 
 tp_status tp_space_init(tp_space *space, tp_device *dev, size_t segment_bytes,
                         size_t extent_max_bytes, tp_error *error) {
@@ -44,18 +45,6 @@ void tp_space_fini(tp_space *space) {
     memset(space, 0, sizeof *space);
 }
 
-/* Around all segments of all spaces; what is given back stays inside. */
-static _Atomic tp_addr hull_begin = UINT64_MAX;
-static _Atomic tp_addr hull_end = 0;
-
-static void hull_widen(tp_addr base, size_t bytes) {
-    tp_addr begin = atomic_load(&hull_begin);
-    while (base < begin && !atomic_compare_exchange_weak(&hull_begin, &begin, base)) continue;
-    tp_addr end = atomic_load(&hull_end);
-    const tp_addr above = base + bytes;
-    while (end < above && !atomic_compare_exchange_weak(&hull_end, &end, above)) continue;
-}
-
 static tp_status segment_add(tp_space *space, size_t at_least_bytes, tp_error *error) {
     const unsigned count = atomic_load(&space->segment_count);
     if (count == TP_SEGMENTS_MAX) {
@@ -74,7 +63,7 @@ static tp_status segment_add(tp_space *space, size_t at_least_bytes, tp_error *e
     status = space->dev->ops->reserve(space->dev, bytes, &segment->base, error);
     if (status != TP_OK) goto no_range;
     segment->bytes = bytes;
-    hull_widen(segment->base, bytes);
+    tp_glance_widen(segment->base, segment->base + bytes);
     atomic_store_explicit(&space->segment_count, count + 1, memory_order_release);
     return TP_OK;
 no_range:
@@ -193,11 +182,6 @@ tp_block *tp_space_find(const tp_space *space, tp_addr addr) {
     const tp_segment *segment = segment_of(space, addr);
     if (segment == NULL) return NULL;
     return segment->table[(addr - segment->base) / space->granularity_bytes];
-}
-
-bool tp_space_near(tp_addr addr) {
-    return addr >= atomic_load_explicit(&hull_begin, memory_order_acquire) &&
-           addr < atomic_load_explicit(&hull_end, memory_order_acquire);
 }
 
 bool tp_space_owns(const tp_space *space, tp_addr addr) {

@@ -5,8 +5,7 @@
  * storage got; it is cut into extents, each backed by one frame. This module hands out addresses and
  * answers look-ups; it maps nothing and knows no states.
  *
- * Expects the owner's lock, except tp_space_owns and tp_space_near, which take none: segments are only
- * ever added. */
+ * Expects the owner's lock, except tp_space_owns, which takes none: segments are only ever added. */
 #ifndef TP_MEMORY_SPACE_H
 #define TP_MEMORY_SPACE_H
 
@@ -134,8 +133,6 @@ TP_MUST_USE tp_status tp_space_take(tp_space *space, size_t bytes, tp_block **ou
 void tp_space_put(tp_space *space, tp_block *block);
 /* The block covering `addr`, whatever its life, or NULL. */
 tp_block *tp_space_find(const tp_space *space, tp_addr addr);
-/* False: no space of this process has ever owned it. Takes no lock either. */
-bool tp_space_near(tp_addr addr);
 bool tp_space_owns(const tp_space *space, tp_addr addr);
 TP_MUST_USE tp_status tp_space_check(const tp_space *space, tp_error *error);
 

@@ -1,5 +1,6 @@
 /* The address space: from an address to its block, segments, extents. */
 #include "base/bytes.h"
+#include "base/glance.h"
 #include "device/device_sim.h"
 #include "harness.h"
 #include "memory/space.h"
@@ -38,6 +39,8 @@ TEST(every_address_of_a_block_leads_to_it) {
         }
         EXPECT_EQ(sum, block->bytes);
         EXPECT(tp_space_find(&space, block->addr) == block);
+        EXPECT(tp_glance_may_own(block->addr));
+        EXPECT(tp_glance_may_own(block->addr + block->bytes - 1));
         EXPECT(tp_space_find(&space, block->addr + block->bytes - 1) == block);
         EXPECT(tp_space_find(&space, block->addr + block->bytes) != block);
         EXPECT(tp_space_owns(&space, block->addr));
@@ -63,6 +66,8 @@ TEST(segments_are_added_when_needed_and_run_out) {
     /* Larger than a segment: gets one of its own. */
     MUST_OK(tp_space_take(&space, 2 * SEGMENT + 1, &block, &test_error));
     EXPECT_EQ(block->segment->bytes, 2 * SEGMENT + GRANULE);
+    EXPECT(tp_glance_may_own(block->addr) && !tp_glance_may_own(0) &&
+           !tp_glance_may_own(UINT64_MAX));
     for (int i = 1; i < TP_SEGMENTS_MAX; i++) {
         MUST_OK(tp_space_take(&space, SEGMENT, &block, &test_error));
     }
