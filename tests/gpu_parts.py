@@ -157,7 +157,7 @@ def product_parts() -> list[Part]:
         program_part("big", 110, *overhead, "big"),
         program_part("demo", 80, "-m", "torchpager", "demo"),
         program_part(
-            "gpt", 150, "benchmarks/gpt.py", "--steps", "8", "--shares", "75,66,50,40"
+            "gpt", 140, "benchmarks/gpt.py", "--steps", "8", "--shares", "75,66,50,40"
         ),
         pytest_part("doors", 50, *tests),
         Part("contract", 15, ("make", "-C", "tests/c", "test-cuda")),

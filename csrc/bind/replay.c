@@ -394,7 +394,9 @@ static tp_status core_open(replay *r, tp_error *error) {
                                 .time_ordered = true,
                                 .no_payload = !options->payload,
                                 .link_bytes_per_s = options->link_bytes_per_s,
-                                .duplex_bytes_per_s = options->link_both_bytes_per_s};
+                                .duplex_bytes_per_s = options->link_both_bytes_per_s,
+                                .map_device_ns_per_mib = options->map_device_ns_per_mib,
+                                .map_host_ns_per_mib = options->map_host_ns_per_mib};
     tp_status status = tp_sim_device_create(&sim, &r->dev, error);
     if (status != TP_OK) return status;
     const tp_config config = {.device_budget_bytes = frames_bytes,

@@ -4,7 +4,8 @@
  * HOST, at least as long as the link takes for them.
  *
  * What is the trace's: operators, operands, lives, sizes, times. What is real: everything from tp.h
- * down. What costs no time: launching, mapping, the host's memory.
+ * down. What costs no time: launching, the host's memory; mapping, unless the options
+ * say what it takes. The pager has no thread here, so the host waits for it.
  *
  * Storages that are too small for extents live in the framework's own allocator: their peak is
  * taken off the budget. With `payload` each kernel checks what it reads and writes something new;
@@ -23,6 +24,7 @@ typedef struct tp_replay_step {
 typedef struct tp_replay_options {
     size_t budget_bytes, granularity_bytes, extent_max_bytes;
     uint64_t link_bytes_per_s, link_both_bytes_per_s;
+    uint64_t map_device_ns_per_mib, map_host_ns_per_mib; /* as tp_sim_options */
     uint32_t lasting_count; /* blocks, the first ones, that are the same in all kinds of step */
     uint32_t run_ahead_ops; /* how many operators may be launched and not ended; 0: no limit */
     bool payload;

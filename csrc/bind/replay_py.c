@@ -130,24 +130,28 @@ void *tp_bind_replay(void *args, void *kwargs, tp_error *error) {
                             "extent_max_bytes",
                             "link_bytes_per_s",
                             "link_both_bytes_per_s",
+                            "map_device_ns_per_mib",
+                            "map_host_ns_per_mib",
                             "run_ahead_ops",
                             "payload",
                             "planning",
                             NULL};
     PyObject *steps, *order;
     unsigned int lasting, run_ahead;
-    unsigned long long budget, granularity, extent_max, alone, both;
+    unsigned long long budget, granularity, extent_max, alone, both, map_device, map_host;
     int payload, planning;
-    if (!PyArg_ParseTupleAndKeywords((PyObject *)args, (PyObject *)kwargs,
-                                     "$O!SIKKKKKIpp:replay", names, &PyList_Type, &steps,
-                                     &order, &lasting, &budget, &granularity, &extent_max,
-                                     &alone, &both, &run_ahead, &payload, &planning))
+    if (!PyArg_ParseTupleAndKeywords(
+            (PyObject *)args, (PyObject *)kwargs, "$O!SIKKKKKKKIpp:replay", names, &PyList_Type,
+            &steps, &order, &lasting, &budget, &granularity, &extent_max, &alone, &both,
+            &map_device, &map_host, &run_ahead, &payload, &planning))
         return NULL;
     const tp_replay_options options = {.budget_bytes = budget,
                                        .granularity_bytes = granularity,
                                        .extent_max_bytes = extent_max,
                                        .link_bytes_per_s = alone,
                                        .link_both_bytes_per_s = both,
+                                       .map_device_ns_per_mib = map_device,
+                                       .map_host_ns_per_mib = map_host,
                                        .lasting_count = lasting,
                                        .run_ahead_ops = run_ahead,
                                        .payload = payload != 0,

@@ -58,6 +58,8 @@ enum {
     CODE_CAPTURE_UNSUPPORTED = 900,
     CODE_CAPTURE_ISOLATION = 905
 };
+/* Of what mapping a frame takes. */
+#define UNMAP_SHARE 0.25
 
 /* ---- types ------------------------------------------------------------------------------- */
 
@@ -522,6 +524,9 @@ static tp_status map_check_locked(const sim_device *sim, tp_addr addr, size_t by
 }
 
 /* Makes the frame's bytes appear at the address. False: errno says why not. */
+static void change_takes_locked(sim_device *sim, tp_frame_kind kind, size_t bytes,
+                                double share);
+
 static bool address_map(const sim_device *sim, tp_addr addr, const sim_frame *frame) {
     if (sim->options.no_payload) return true;
     const void *at =
@@ -561,6 +566,7 @@ static tp_status sim_map(tp_device *dev, tp_addr addr, size_t bytes, tp_handle h
             sim->counts.maps++;
             sim->counts.mappings++;
             node = NULL;
+            change_takes_locked(sim, frame->kind, bytes, 1);
         }
     }
     tp_lock_drop(&sim->lock);
@@ -607,9 +613,11 @@ static tp_status sim_unmap(tp_device *dev, tp_addr addr, size_t bytes, tp_error 
                                      (unsigned long long)addr);
     } else {
         tree_remove(&sim->mappings, node);
-        sim->frames[node->frame_idx].map_count--;
+        sim_frame *frame = &sim->frames[node->frame_idx];
+        frame->map_count--;
         sim->counts.unmaps++;
         sim->counts.mappings--;
+        change_takes_locked(sim, frame->kind, bytes, UNMAP_SHARE);
     }
     tp_lock_drop(&sim->lock);
     free(node);
@@ -966,6 +974,18 @@ static bool pass_time_locked(sim_device *sim, double most_ns) {
     settle_locked(sim);
     tp_cond_broadcast(&sim->finished);
     return true;
+}
+
+/* The host waits while a mapping changes; `share` of what mapping it takes. Releases the lock while an
+ * item runs. */
+static void change_takes_locked(sim_device *sim, tp_frame_kind kind, size_t bytes,
+                                double share) {
+    const uint64_t ns_per_mib = kind == TP_FRAME_HOST ? sim->options.map_host_ns_per_mib
+                                                      : sim->options.map_device_ns_per_mib;
+    if (ns_per_mib == 0 || !sim->options.time_ordered) return;
+    const double ns = share * (double)ns_per_mib * (double)bytes / (double)TP_MIB;
+    const double end_ns = sim->clock_ns + ns;
+    while (sim->clock_ns < end_ns && pass_time_locked(sim, end_ns - sim->clock_ns)) continue;
 }
 
 static uint64_t sim_clock(tp_device *dev) { return tp_sim_clock_ns(dev); }

@@ -26,8 +26,8 @@
  *
  * The virtual clock: a copy takes bytes / link rate on its direction's engine (both directions
  * at once share `duplex_bytes_per_s`), a fingerprint bytes / fingerprint rate, a kernel its own
- * duration; nothing else takes time. The
- * clock is the latest end of anything that has run; what is queued after the host saw an event
+ * duration; in the order of time, where the options say so, a change of a mapping as well, for which
+ * the host waits; nothing else takes time. The clock is the latest end of anything that has run; what is queued after the host saw an event
  * complete begins no earlier than that event. */
 #ifndef TP_DEVICE_DEVICE_SIM_H
 #define TP_DEVICE_DEVICE_SIM_H
@@ -49,6 +49,8 @@ typedef struct tp_sim_options {
     uint64_t link_bytes_per_s;        /* 0: 55e9 */
     uint64_t duplex_bytes_per_s;      /* 0: 101e9 */
     uint64_t fingerprint_bytes_per_s; /* 0: 2e12 */
+    /* How long mapping a frame takes, in the order of time; unmapping it takes a quarter. */
+    uint64_t map_device_ns_per_mib, map_host_ns_per_mib;
 } tp_sim_options;
 
 TP_MUST_USE tp_status tp_sim_device_create(const tp_sim_options *options, tp_device **out,

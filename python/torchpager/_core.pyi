@@ -169,6 +169,8 @@ def replay(
     extent_max_bytes: int,
     link_bytes_per_s: int,
     link_both_bytes_per_s: int,
+    map_device_ns_per_mib: int,
+    map_host_ns_per_mib: int,
     run_ahead_ops: int,
     payload: bool,
     planning: bool,

@@ -191,6 +191,29 @@ static void note_order(tp_device *dev, void *arg) {
     it->log->seen[it->log->count++] = it->number;
 }
 
+TEST(changing_a_mapping_takes_what_the_options_say) {
+    tp_sim_options options = options_usual();
+    options.map_device_ns_per_mib = 160000; /* 10000 for a granule */
+    options.map_host_ns_per_mib = 320000;
+    scene s = scene_open(&options, 2 * GRANULE);
+    EXPECT_EQ(tp_sim_clock_ns(s.dev), 60000);
+    launch(&s, s.stream, 7000);
+    const tp_event first = mark(&s, s.stream);
+    launch(&s, s.stream, 7000);
+    const tp_event second = mark(&s, s.stream);
+    MUST_OK(s.ops->unmap(s.dev, s.base + s.bytes, s.bytes, &test_error));
+    EXPECT_EQ(tp_sim_clock_ns(s.dev), 70000); /* a quarter of 40000 */
+    EXPECT(is_done(&s, first) && !is_done(&s, second));
+    MUST_OK(s.ops->map(s.dev, s.base + s.bytes, s.bytes, s.host, &test_error));
+    EXPECT_EQ(tp_sim_clock_ns(s.dev), 110000); /* also with nothing left to run */
+    EXPECT(is_done(&s, second));
+    EXPECT_STATUS(s.ops->map(s.dev, s.base, s.bytes, s.host, &test_error), TP_INVALID);
+    EXPECT_EQ(tp_sim_clock_ns(s.dev), 110000); /* what was refused took no time */
+    s.ops->event_destroy(s.dev, first);
+    s.ops->event_destroy(s.dev, second);
+    scene_close(&s);
+}
+
 TEST(what_ends_first_runs_first) {
     static const uint64_t durations[3][2] = {{500, 100}, {200, 200}, {300, 200}};
     static const int wanted[6] = {10, 20, 11, 0, 21, 1};

@@ -1,8 +1,8 @@
 """A program that fits pays little: a guard against gross regressions.
 
 What is promised (1.01 installed) is measured by ``make bench``, with many rounds. Medians of
-the few rounds here differ by some percent from run to run, most for a program bound by launches.
-The limits leave room for that: a pass says no more than that nothing is badly wrong.
+the few rounds here differ by some percent from run to run, most of all for a program bound by
+launches. The limits leave room for that: a pass says no more than that nothing is badly wrong.
 """
 
 import json

@@ -117,6 +117,8 @@ def core_replay(steps, *, order=(0,), budget=64 * MIB, granularity=2 * MIB):
         extent_max_bytes=64 * MIB,
         link_bytes_per_s=55 * 10**9,
         link_both_bytes_per_s=101 * 10**9,
+        map_device_ns_per_mib=0,
+        map_host_ns_per_mib=0,
         run_ahead_ops=0,
         payload=False,
         planning=True,
