@@ -26,9 +26,9 @@
  *
  * The virtual clock: a copy takes bytes / link rate on its direction's engine (both directions
  * at once share `duplex_bytes_per_s`), a fingerprint bytes / fingerprint rate, a kernel its own
- * duration; in the order of time, where the options say so, a change of a mapping as well, for which
- * the host waits; nothing else takes time. The clock is the latest end of anything that has run; what is queued after the host saw an event
- * complete begins no earlier than that event. */
+ * duration; in the order of time, where the options say so, a change of a mapping as well, for
+ * which the host waits; nothing else takes time. The clock is the latest end of anything that has
+ * run; what is queued after the host saw an event complete begins no earlier than that event. */
 #ifndef TP_DEVICE_DEVICE_SIM_H
 #define TP_DEVICE_DEVICE_SIM_H
 
