@@ -133,21 +133,26 @@ def arm(device: str, size: int) -> None:
 
 
 class InAndOut:
-    """Takes what ``auto_offload()`` has put into the process out of it, and puts it back.
+    """An ``auto_offload()`` whose parts in the process can be taken out and put back.
 
     The core stays, with its memory. Steps out of it are plain ones. Back in, nothing bounds the
     native allocator, which a program meets only where that allocator grows.
     """
 
-    def __init__(self, context: Any) -> None:
-        self._context = context
+    def __init__(self) -> None:
+        self._context = torchpager.auto_offload()
+        self._context.start()
         self._is_in = True
 
-    def __call__(self, mode: str) -> None:
+    def stop(self) -> None:
+        """Leave it for good."""
+        self.put(wanted=True)
+        self._context.stop()
+
+    def put(self, *, wanted: bool) -> None:
         """Put it in or out."""
         from torchpager import _torch_cuda
 
-        wanted = mode == "installed"
         if wanted == self._is_in:
             return
         self._is_in = wanted
@@ -169,25 +174,19 @@ class InAndOut:
 @contextmanager
 def gpu_switches() -> Iterator[Switches]:
     """Yield what puts the process into a mode: outside or inside ``auto_offload()``."""
-    active: list[Any] = []
-    in_and_out: list[InAndOut] = []
+    active: list[InAndOut] = []
 
     def between(mode: str) -> None:
         if not active:
             switch("installed")
-            in_and_out[:] = [InAndOut(active[-1])]
-        in_and_out[-1](mode)
+        active[-1].put(wanted=mode == "installed")
 
     def switch(mode: str) -> None:
         _torch_cpu.hook_forced(SAMPLING if mode == "sampling" else 0)
         if active:  # also from armed to another mode: that disarms
-            for each in in_and_out:
-                each("installed")
-            in_and_out.clear()
             active.pop().stop()
         if mode != "native":
-            active.append(torchpager.auto_offload())
-            active[0].start()
+            active.append(InAndOut())
         if mode == "armed":
             arm("cuda", GPU_BLOCK)
 

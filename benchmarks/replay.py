@@ -15,10 +15,11 @@ meanwhile; what the kernels of a matrix product would lose there beyond that is 
 The recording's small storages (below 2 MiB) live in PyTorch's own allocator: their peak is
 taken off the budget.
 
-*Mapped*: as planned, but mappings take the time that they took on an H200, and the host waits
-for them, since the pager has no thread of its own here. The program of gpt-b16-fused, run on
-that GPU at 75, 66, 50 and 40% of its peak, took 2.09, 2.52, 3.46 and 4.37 times its plain step;
-so replayed, it takes 2.05, 2.37, 3.58 and 4.53 times (67% instead of 66%).
+*Mapped*: as planned, but mappings take time as on an H200, and the host waits for them, since
+the pager has no thread of its own here. The program of gpt-b16-fused, run on that GPU at 75,
+66, 50 and 40% of its peak, took 2.09, 2.52, 3.46 and 4.37 times its plain step; so replayed, it
+takes 2.05, 2.37, 3.58 and 4.53 times (67% instead of 66%). How those times divide between
+device and host frames and between calls and bytes inside of a step has not been measured.
 
 *Simulated*: the planner (csrc/pager/plan.c) is given the trace itself, and an event simulation
 of one compute stream and one copy at a time in each direction carries its plan out. So these
@@ -84,7 +85,8 @@ STEPS = 3
 ROUNDS = 8
 COUNTED = 3
 RUN_AHEAD = 1000
-# On an H200, of 64 MiB: 0.3 ms for device memory, 0.7 ms for host memory.
+# On an H200, of 64 MiB while copies run: 0.3 ms for device memory, with making it anew; 0.7 ms
+# for host memory. In proportion for other sizes.
 MAP_DEVICE_NS_PER_MIB = 4500
 MAP_HOST_NS_PER_MIB = 11000
 # Where contents are checked: what sizes are divided by, rounds, and the share of the peak.
@@ -585,7 +587,7 @@ def through_pager(
 
     Returns what a round took, on average over the last ones, and how many operands were found
     wrong. With ``payload`` all sizes, the budget's too, are divided by ``SHRINK``, and the link
-    is as much slower. With ``mapping`` mappings take the time that was measured.
+    is as much slower. With ``mapping`` mappings take time.
     """
     shrink = SHRINK if payload else 1
     link = Link()
