@@ -92,17 +92,22 @@ static bool is_left(const walk *w, uint32_t op, uint32_t block) {
     return false;
 }
 
-/* How many operators until a block that is alive before operator `op` is needed;
- * UINT32_MAX: it dies before. */
-static uint32_t distance(const walk *w, uint32_t op, uint32_t block) {
+/* How many operators until a block that is alive before operator `op` is an operand, of one that
+ * leaves it in HOST too if `left_too`; UINT32_MAX: it dies before. */
+static uint32_t next_use(const walk *w, uint32_t op, uint32_t block, bool left_too) {
     const scene *s = w->s;
     for (uint32_t i = 0; i < s->trace.op_count; i++) {
         const uint32_t at = (op + i) % s->trace.op_count;
         if (s->blocks[block].born_op == at) break;
-        if (operand_of(s, at, block) != NULL && !is_left(w, at, block)) return i;
+        if (operand_of(s, at, block) != NULL && (left_too || !is_left(w, at, block))) return i;
         if (s->blocks[block].dead_op == at) break;
     }
     return UINT32_MAX;
+}
+
+/* How many operators until it is needed on the device. */
+static uint32_t distance(const walk *w, uint32_t op, uint32_t block) {
+    return next_use(w, op, block, false);
 }
 
 static void end_running(walk *w) {
@@ -177,21 +182,23 @@ static void walk_evict(walk *w, const tp_act *act) {
     EXPECT(w->alive[b]);
     const uint32_t mine = distance(w, act->op, b);
     EXPECT(mine > 0);
-    /* The farthest next use, but that what is refilled for the next step goes before what stays
-     * until then, on both sides of the boundary. What is left in HOST where it happens to be resident is no use, but that does
-     * not show in the plan. */
+    /* The farthest next use, but that what is refilled for the next step goes before what stays until
+     * then, on both sides of the boundary. What is left in HOST where it happens to be resident is
+     * no use, but that does not show in the plan; nor does, where fills have been moved up, what was
+     * there when this was chosen. */
+    const bool in_place = w->s->config.fill_ahead_ns == 0;
     const bool refilled_for_a_step =
         act->op + mine >= w->s->trace.op_count || !used_before(w->s, act->op, b);
-    for (uint32_t i = 0; i < w->s->trace.block_count && !w->s->ops[0].streams; i++)
+    const bool is_farthest = in_place && !refilled_for_a_step && !w->s->ops[0].streams;
+    for (uint32_t i = 0; i < w->s->trace.block_count && is_farthest; i++)
         for (uint32_t j = 0; j < extents_of(w->s, i); j++)
-            if (is_candidate(w, act, i, j) && !refilled_for_a_step)
-                EXPECT(mine >= distance(w, act->op, i));
-    /* Without headroom the next act says what it was for: a fill, unless that has been moved up, or else
-     * the births of this operator. */
+            if (is_candidate(w, act, i, j)) EXPECT(mine >= distance(w, act->op, i));
+    /* Without headroom the next act says what it was for: a fill, or else the births of this
+     * operator. */
     const tp_act *next = act, *end = w->plan->acts + w->plan->act_count;
     while (next < end && next->op == act->op && next->kind == TP_ACT_EVICT) next++;
-    const bool in_place = w->s->config.headroom_ops == 0 && w->s->config.fill_ahead_ns == 0;
-    if (in_place && next < end && next->op == act->op && next->kind == TP_ACT_FILL)
+    const bool says = in_place && w->s->config.headroom_ops == 0;
+    if (says && next < end && next->op == act->op && next->kind == TP_ACT_FILL)
         EXPECT(mine > distance(w, act->op, next->block));
     w->resident[b][e] = false;
     w->used_bytes -= bytes_of(w->s, b, e);
@@ -270,7 +277,8 @@ static void walk_begin(walk *w) {
         if (!w->alive[b]) continue;
         if (extents_of(s, b) == 0) w->used_bytes += its->bytes;
         for (uint32_t e = 0; e < extents_of(s, b); e++) {
-            const uint32_t used = distance(w, 0, b);
+            /* Where the rest of the block is left in HOST, too. */
+            const uint32_t used = next_use(w, 0, b, true);
             const tp_act *first = first_of(w, b, e);
             /* Without an act: used as it is. One never used is not told from one in HOST. */
             bool resident = used != UINT32_MAX, dirty = resident;
