@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_models import Program, convolutions, decoder, different, encoder, experts, train
+from test_models import PROGRAMS, Program, different, experts, train
 from tight import own_workspaces
 from torch import nn
 
@@ -115,7 +115,7 @@ def test_transformer_drops_its_activations(capfd: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.long
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("make", [decoder, encoder, convolutions, experts])
+@pytest.mark.parametrize("make", [transformer, *PROGRAMS])
 def test_model_trains_with_the_same_bits(make: Callable[[], Program]) -> None:
     native, moving, dropping = trained(make, 0.5, PLANNED)
     assert different(native, moving.found) == different(native, dropping.found) == []
