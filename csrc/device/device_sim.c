@@ -523,10 +523,10 @@ static tp_status map_check_locked(const sim_device *sim, tp_addr addr, size_t by
     return TP_OK;
 }
 
-/* Makes the frame's bytes appear at the address. False: errno says why not. */
 static void change_takes_locked(sim_device *sim, tp_frame_kind kind, size_t bytes,
                                 double share);
 
+/* Makes the frame's bytes appear at the address. False: errno says why not. */
 static bool address_map(const sim_device *sim, tp_addr addr, const sim_frame *frame) {
     if (sim->options.no_payload) return true;
     const void *at =
