@@ -749,24 +749,31 @@ TEST(evictions_go_ahead_where_the_extent_is_idle) {
 
 static void fill_ahead(tp_plan_config *config) { config->fill_ahead_ns = 300; }
 
+/* The next act from `at` on that is a fill, or that is none. */
+static const tp_act *next_act(const tp_plan *plan, uint32_t *at, bool fills) {
+    while (*at < plan->act_count && (plan->acts[*at].kind == TP_ACT_FILL) != fills) (*at)++;
+    MUST(*at < plan->act_count);
+    return &plan->acts[(*at)++];
+}
+
 static uint32_t compare_fills(const scene *s, const tp_plan *plan, const tp_plan *ahead) {
-    uint32_t moved = 0, other = 0;
+    uint32_t moved = 0, fill = 0, other = 0;
     walk_plan(s, ahead);
     EXPECT_EQ(ahead->act_count, plan->act_count);
     for (uint32_t i = 0; i < ahead->act_count; i++) {
         const tp_act *it = &ahead->acts[i];
-        if (it->kind != TP_ACT_FILL) continue;
-        while (plan->acts[other].kind != TP_ACT_FILL) other++;
-        const tp_act *then = &plan->acts[other++];
-        EXPECT(it->block == then->block && it->extent == then->extent);
-        EXPECT(it->op <= then->op);
+        const bool is_fill = it->kind == TP_ACT_FILL;
+        const tp_act *then = next_act(plan, is_fill ? &fill : &other, is_fill);
+        EXPECT(it->kind == then->kind && it->block == then->block &&
+               it->extent == then->extent);
+        EXPECT(is_fill ? it->op <= then->op : it->op == then->op);
         moved += it->op < then->op;
     }
     return moved;
 }
 
 /* A fill that is begun early takes its memory early: the walk sees that there is some. Fills keep their
- * order. */
+ * order, and everything else is as it was: what is evicted too, whose choice is walked without haste. */
 TEST(fills_go_ahead_where_there_is_memory) { compare_plans(fill_ahead, compare_fills); }
 
 /* The first act of an extent in a plan; NULL: it has none. */
