@@ -162,7 +162,9 @@ static void evict(planner *p, uint32_t unit) {
 static bool could_make_room(const planner *p, uint64_t bytes, uint64_t point) {
     const tp_model *m = &p->model;
     if (m->free_bytes >= bytes) return true;
-    return m->free_bytes + tp_model_bytes_after(m, TP_SET_CLEAN, point) >= bytes;
+    const uint64_t later = tp_model_bytes_after(m, TP_SET_CLEAN, point);
+    if (m->free_bytes + later < bytes) return false;
+    return m->free_bytes + later - tp_model_bytes_hurried(m, TP_SET_CLEAN, point) >= bytes;
 }
 
 /* Evicts clean extents needed later than `point`, the farthest first, until `bytes` are free.

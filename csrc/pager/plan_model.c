@@ -305,30 +305,43 @@ static uint32_t slot_of(const tp_model *model, uint64_t next) {
     return next == TP_FAR ? ops : (uint32_t)(next % ops);
 }
 
-static void add_bytes(tp_model *model, tp_unit_heap *heap, uint64_t next, uint64_t bytes) {
+static void add_to(const tp_model *model, uint64_t *sums, uint64_t next, uint64_t bytes) {
     const uint32_t count = model->trace->op_count + 1;
     for (uint32_t i = slot_of(model, next) + 1; i <= count; i += i & (~i + 1))
-        heap->sums[i] += bytes; /* a subtraction is the addition of its complement */
+        sums[i] += bytes; /* a subtraction is the addition of its complement */
+}
+
+static void add_bytes(tp_model *model, tp_unit_heap *heap, const tp_unit *unit,
+                      uint64_t bytes) {
+    add_to(model, heap->sums, unit->next, bytes);
+    if (unit->is_used && unit->next != unit->due)
+        add_to(model, heap->hurried, unit->due, bytes);
     heap->bytes += bytes;
 }
 
 /* Bytes needed in slots [0, end). */
-static uint64_t bytes_below(const tp_unit_heap *heap, uint32_t end) {
+static uint64_t bytes_below(const uint64_t *sums, uint32_t end) {
     uint64_t sum = 0;
-    for (uint32_t i = end; i > 0; i -= i & (~i + 1)) sum += heap->sums[i];
+    for (uint32_t i = end; i > 0; i -= i & (~i + 1)) sum += sums[i];
     return sum;
+}
+
+/* Bytes needed from the point of the model to `point`, both included. */
+static uint64_t bytes_until(const tp_model *model, const uint64_t *sums, uint64_t point) {
+    const uint32_t ops = model->trace->op_count;
+    const uint32_t begin = (uint32_t)(model->point % ops), end = (uint32_t)(point % ops) + 1;
+    if (point >= model->point + ops) return bytes_below(sums, ops);
+    const uint64_t near = bytes_below(sums, end) - bytes_below(sums, begin);
+    return begin >= end ? near + bytes_below(sums, ops) : near;
 }
 
 uint64_t tp_model_bytes_after(const tp_model *model, tp_unit_set set, uint64_t point) {
     const tp_unit_heap *heap = &model->sets[set];
-    const uint32_t ops = model->trace->op_count;
-    if (point == TP_FAR) return 0;
-    /* Needed from the point of the model to `point`, both included. */
-    const uint32_t begin = (uint32_t)(model->point % ops), end = (uint32_t)(point % ops) + 1;
-    if (point >= model->point + ops) return heap->bytes - bytes_below(heap, ops);
-    uint64_t near = bytes_below(heap, end) - bytes_below(heap, begin);
-    if (begin >= end) near += bytes_below(heap, ops);
-    return heap->bytes - near;
+    return point == TP_FAR ? 0 : heap->bytes - bytes_until(model, heap->sums, point);
+}
+
+uint64_t tp_model_bytes_hurried(const tp_model *model, tp_unit_set set, uint64_t point) {
+    return bytes_until(model, model->sets[set].hurried, point);
 }
 
 /* Whether unit a stands before unit b in its heap; equal needs: in order of blocks. */
@@ -375,7 +388,7 @@ void tp_model_unfile(tp_model *model, uint32_t unit) {
     tp_unit *it = &model->units[unit];
     if (it->set == TP_SET_NONE) return;
     tp_unit_heap *heap = &model->sets[it->set];
-    add_bytes(model, heap, it->next, 0 - it->bytes);
+    add_bytes(model, heap, it, 0 - it->bytes);
     const uint32_t last = heap->units[--heap->count];
     if (last != unit) {
         const uint32_t place = it->place;
@@ -394,7 +407,7 @@ void tp_model_file(tp_model *model, uint32_t unit) {
     it->set = !it->resident ? TP_SET_HOST : it->dirty ? TP_SET_DIRTY : TP_SET_CLEAN;
     if (it->set == TP_SET_CLEAN && !it->is_used) it->next = TP_FAR;
     tp_unit_heap *heap = &model->sets[it->set];
-    add_bytes(model, heap, it->next, it->bytes);
+    add_bytes(model, heap, it, it->bytes);
     heap->units[heap->count] = unit;
     it->place = heap->count++;
     rise(model, it->set, it->place);
@@ -419,7 +432,8 @@ static bool make_sets(tp_model *model) {
         tp_unit_heap *heap = &model->sets[set];
         heap->units = table(model->unit_count, sizeof(uint32_t));
         heap->sums = table((size_t)model->trace->op_count + 2, sizeof(uint64_t));
-        if (heap->units == NULL || heap->sums == NULL) return false;
+        heap->hurried = table((size_t)model->trace->op_count + 2, sizeof(uint64_t));
+        if (heap->units == NULL || heap->sums == NULL || heap->hurried == NULL) return false;
     }
     return true;
 }
@@ -443,6 +457,7 @@ void tp_model_fini(tp_model *model) {
     for (uint32_t set = 0; set < TP_SET_COUNT; set++) {
         free(model->sets[set].units);
         free(model->sets[set].sums);
+        free(model->sets[set].hurried);
     }
     free(model->units);
     free(model->block_units);

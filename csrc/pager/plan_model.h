@@ -44,6 +44,7 @@ typedef struct tp_unit_heap {
     uint32_t *units;
     uint32_t count;
     uint64_t *sums; /* a Fenwick tree over the operators and, last, TP_FAR */
+    uint64_t *hurried; /* likewise, of what is to go before others, by when it is due */
     uint64_t bytes;
 } tp_unit_heap;
 
@@ -87,6 +88,8 @@ void tp_model_unhurry(tp_model *model, uint32_t unit);
 uint32_t tp_model_first(const tp_model *model, tp_unit_set set);
 /* Bytes of a set that are needed later than `point`. */
 uint64_t tp_model_bytes_after(const tp_model *model, tp_unit_set set, uint64_t point);
+/* Of those, bytes that are to go before others but are due by then. */
+uint64_t tp_model_bytes_hurried(const tp_model *model, tp_unit_set set, uint64_t point);
 /* By how much the bytes alive will exceed those alive now, at most, up to the operator at
  * `point`. */
 uint64_t tp_model_growth(const tp_model *model, uint64_t point);
