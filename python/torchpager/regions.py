@@ -9,6 +9,8 @@ that the pager is told what a launch uses:
   launch, as an operator's operands do. Its inputs count as read, the rest as written.
 * Triton's launcher: the same, all of them written, and the launch is an opaque region as well:
   a kernel may reach more memory through a table of pointers than its arguments show.
+* Jiterator (``torch.cuda.jiterator``): as Triton's, but for the region; its kernels reach
+  nothing but their arguments.
 * A graph that Inductor compiled. Where it launches through the launchers above, there is
   nothing left that nobody announces, so the regions around it leave the remap gate open. A
   graph behind C++ code (``cpp_wrapper``, AOTInductor) is an opaque region that uses its inputs.
@@ -132,6 +134,7 @@ _ENTRY_POINTS: tuple[_EntryPoint, ...] = (
         _launch(_HOLDS | _NAMES_READS),
     ),
     _EntryPoint("triton.runtime.jit", "JITFunction", "run", _launch(_HOLDS | _GATES)),
+    _EntryPoint("torch.cuda.jiterator", "_JittedFunction", "__call__", _launch(_HOLDS)),
     _EntryPoint("torch._inductor.output_code", "CompiledFxGraph", "__call__", _graph),
     _EntryPoint("torch._inductor.output_code", "CompiledAOTI", "__call__", _graph),
     _EntryPoint("torch.export.pt2_archive._package", "AOTICompiledModel", "__call__", _package),

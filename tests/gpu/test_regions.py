@@ -75,6 +75,21 @@ def test_triton_kernel_gives_right_values_wherever_its_operands_are() -> None:
             assert torch.equal(result, expected)
 
 
+def test_jiterator_kernel_gives_right_values_wherever_its_operands_are() -> None:
+    code = "template <typename T> T weighted(T x, T y, T factor) { return factor * x + y; }"
+    weighted = torch.cuda.jiterator._create_jit_fn(code, factor=2.0)
+    with torchpager.auto_offload():
+        x = torch.arange(COUNT, device="cuda", dtype=torch.float32)
+        y = torch.ones_like(x)
+        expected = 3 * x + y
+        testing.evict(x)
+        before = figures("misses")[0]
+        result = weighted(x, y, factor=3.0)
+        assert figures("misses")[0] > before
+        assert testing.state(x).where == "resident"
+        assert torch.equal(result, expected)
+
+
 def test_triton_kernels_under_pressure_give_the_same_bits() -> None:
     def program() -> list[torch.Tensor]:
         tensors = [torch.full((COUNT,), float(i), device="cuda") for i in range(24)]

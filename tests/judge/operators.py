@@ -69,7 +69,7 @@ CPU_EXCEPTIONS = dict.fromkeys(
     ),
     _GPU_ONLY,
 )  # fmt: skip
-CUDA_EXCEPTIONS: dict[str, str] = {}
+CUDA_EXCEPTIONS = {"sparse.mm.reduce": _NO_KERNEL}
 
 # Of operators that give other bits each time, even where deterministic ones were asked for.
 NONDETERMINISTIC_WARNINGS = (
@@ -180,8 +180,18 @@ def is_attention(entry: str) -> bool:
     return "attention" in entry
 
 
-def plainly(case: samples.Case, tally: Tally) -> samples.Outcome | None:
-    """Run a case without paging; None if it does not give the same bits twice."""
+@dataclass
+class Prepared:
+    """A case, and what it gives without paging."""
+
+    case: samples.Case
+    plain: samples.Outcome
+    repeats: bool = True
+    """Else it has other bits each time: shapes and errors are compared."""
+
+
+def plainly(case: samples.Case, tally: Tally) -> Prepared:
+    """Run a case without paging, twice."""
     watch = samples.Watch()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -190,10 +200,10 @@ def plainly(case: samples.Case, tally: Tally) -> samples.Outcome | None:
     texts = [str(warning.message) for warning in seen]
     if any(known in text for text in texts for known in NONDETERMINISTIC_WARNINGS):
         tally.nondeterministic = True
-    if first == second:
-        return first
-    tally.unrepeatable.append(case.label)
-    return None
+    repeats = first == second
+    if not repeats:
+        tally.unrepeatable.append(case.label)
+    return Prepared(case, first, repeats)
 
 
 @contextmanager
@@ -217,8 +227,9 @@ def ending_with_the_device(device: str, entry: str) -> Iterator[None]:
         raise error
 
 
-def paged(case: samples.Case, plain: samples.Outcome, paging: Paging, tally: Tally) -> None:
+def paged(prepared: Prepared, paging: Paging, tally: Tally) -> None:
     """Run a case under paging and compare."""
+    case, plain = prepared.case, prepared.plain
     outcome, unseen = paging.run(case)
     tally.calls += 1 + outcome.backward
     tally.misses += paging.call_misses
@@ -227,11 +238,17 @@ def paged(case: samples.Case, plain: samples.Outcome, paging: Paging, tally: Tal
     if outcome.error is None:
         for form in [case.form, *(["backward"] if outcome.backward else [])]:
             tally.forms[form] = tally.forms.get(form, 0) + 1
+    shapes, plain_shapes = outcome.without_bits(), plain.without_bits()
+    if not prepared.repeats:
+        outcome, plain = shapes, plain_shapes
     for what in ("error", "backward", "result", "inputs"):
-        if getattr(outcome, what) != getattr(plain, what):
-            bits_only = what in ("result", "inputs") and tally.nondeterministic
-            found = tally.unrepeatable if bits_only else tally.problems
-            found.append(f"{case.label}: other {what}")
+        if getattr(outcome, what) == getattr(plain, what):
+            continue
+        bits_only = (
+            getattr(shapes, what) == getattr(plain_shapes, what) and tally.nondeterministic
+        )
+        found = tally.unrepeatable if bits_only else tally.problems
+        found.append(f"{case.label}: other {what}")
     if unseen:
         tally.problems.append(f"{case.label}: wrote what it did not announce")
 
@@ -239,8 +256,8 @@ def paged(case: samples.Case, plain: samples.Outcome, paging: Paging, tally: Tal
 # -- a worker: a process that runs some entries ---------------------------------------------
 
 
-def prepared(device: str, op: Any, tally: Tally) -> list[tuple[samples.Case, samples.Outcome]]:
-    """Run an entry's cases plainly; return those that give the same bits twice."""
+def prepare(device: str, op: Any, tally: Tally) -> list[Prepared]:
+    """Run an entry's cases plainly."""
     print(json.dumps({"at": tally.entry, "label": f"{tally.entry} plain"}), flush=True)
     tally.dtypes = [str(dtype)[6:] for dtype in samples.dtypes_of(op, device)]
     tally.has_kernel = bool(tally.dtypes)
@@ -248,9 +265,10 @@ def prepared(device: str, op: Any, tally: Tally) -> list[tuple[samples.Case, sam
     found = []
     for case in samples.cases_of(op, device, count):
         with ending_with_the_device(device, case.label):
-            plain = plainly(case, tally)
-        if plain is not None:
-            found.append((case, plain))
+            found.append(plainly(case, tally))
+            if not found[-1].repeats and found[-1].plain.backward:
+                # As a rule it is the backward pass that does not.
+                found.append(plainly(case.without_backward(), tally))
     # On one thread of the CPU everything is repeatable, whatever PyTorch warns of.
     tally.nondeterministic |= is_attention(tally.entry)
     tally.nondeterministic &= device == "cuda"
@@ -267,12 +285,12 @@ def work(device: str, names: list[str]) -> None:
     paging = Paging(device)
     for first in range(0, len(names), GROUP):
         tallies = [Tally(name) for name in names[first : first + GROUP]]
-        group = [(tally, prepared(device, entries[tally.entry], tally)) for tally in tallies]
+        group = [(tally, prepare(device, entries[tally.entry], tally)) for tally in tallies]
         with paging.in_force():
             for tally, found in group:
-                for case, plain in found:
-                    print(json.dumps({"at": tally.entry, "label": case.label}), flush=True)
-                    paged(case, plain, paging, tally)
+                for each in found:
+                    print(json.dumps({"at": tally.entry, "label": each.case.label}), flush=True)
+                    paged(each, paging, tally)
                 print(json.dumps({"tally": asdict(tally)}), flush=True)
 
 

@@ -9,7 +9,7 @@ import sys
 import types
 import unittest
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 os.environ["PYTORCH_TEST_WITH_SLOW"] = "0"
@@ -138,6 +138,15 @@ class Outcome:
     has_bytes: bool
     """Whether an input holds at least one byte."""
 
+    def without_bits(self) -> "Outcome":
+        """Return the same with shapes and dtypes only."""
+        return replace(self, result=_shapes(self.result), inputs=_shapes(self.inputs))
+
+
+def _shapes(found: list[Any]) -> list[Any]:
+    """Return what bits() gave, without the bytes and numbers."""
+    return [each[:2] if isinstance(each, tuple) else each is None for each in found]
+
 
 class Watch:
     """Is told how far a call has come. This one does nothing."""
@@ -164,6 +173,10 @@ class Case:
     gradients: bool
     out: Any = None
     """What out= is made like."""
+
+    def without_backward(self) -> "Case":
+        """Return the same call without the backward pass."""
+        return replace(self, label=f"{self.label} without backward", gradients=False)
 
     def run(self, watch: "Watch") -> Outcome:
         """Call it on memory of its own."""

@@ -1,5 +1,6 @@
 """The judges of tests/judge: what they count as tested, and what they do not let pass."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -94,9 +95,55 @@ class Warned:
 )
 def test_entry_is_flagged_when_pytorch_says_that_its_bits_differ(operators, text, flagged):
     tally = operators.Tally("add")
-    assert operators.plainly(Warned(text), tally) is None
+    assert not operators.plainly(Warned(text), tally).repeats
     assert tally.unrepeatable == ["warned"]
     assert tally.nondeterministic == flagged
+
+
+class Sloppy:
+    """A case whose paged run gives what it is told to."""
+
+    label, form = "sloppy", ""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def run(self, _):
+        return self.outcome, 0
+
+    call_misses = view_misses = 1
+
+
+@pytest.mark.parametrize(
+    ("repeats", "flagged", "changes", "verdict"),
+    [
+        (True, False, {}, "tested"),
+        (True, False, {"result": [((2,), "float32", b"other")]}, "other result"),
+        (True, True, {"result": [((2,), "float32", b"other")]}, "tested"),
+        (True, True, {"result": [((3,), "float32", b"other")]}, "other result"),
+        (True, True, {"error": "RuntimeError"}, "other error"),
+        (False, True, {"result": [((2,), "float32", b"other")]}, "tested"),
+        (False, True, {"result": [((2,), "float64", b"other")]}, "other result"),
+        (False, True, {"inputs": []}, "other inputs"),
+        (False, True, {"backward": False}, "other backward"),
+    ],
+)
+def test_where_bits_do_not_repeat_shapes_must(operators, repeats, flagged, changes, verdict):
+    plain = operators.samples.Outcome(
+        result=[((2,), "float32", b"bits"), "1.5", None],
+        inputs=[((1,), "float32", b"in")],
+        error=None,
+        backward=True,
+        has_bytes=True,
+    )
+    changes = {
+        name: [*value, "1.5", None] if name == "result" else value
+        for name, value in changes.items()
+    }
+    paged = Sloppy(dataclasses.replace(plain, **changes))
+    tally = operators.Tally("sloppy", nondeterministic=flagged)
+    operators.paged(operators.Prepared(paged, plain, repeats), paged, tally)
+    assert verdict in tally.verdict()
 
 
 @pytest.mark.skipif(

@@ -497,6 +497,29 @@ def test_modules_imported_later_are_wrapped_and_restored(run_python):
     assert run_python("-c", IMPORTED_LATER).stdout.strip().endswith("fine")
 
 
+def test_jiterator_kernels_find_their_arguments_in_place(monkeypatch):
+    seen = []
+
+    def launch(_code, _name, _by_ref, _outputs, tensors, _options):
+        seen.extend(testing.state(each).where for each in tensors)
+        return tensors[0]
+
+    # Compiling and launching one takes a GPU (tests/gpu does it).
+    monkeypatch.setattr(
+        torch._C, "_cuda_jiterator_compile_and_launch_kernel", launch, raising=False
+    )
+    jitted = torch.cuda.jiterator._create_jit_fn(
+        "template <typename T> T f(T x, T y) { return x; }"
+    )
+    jitted.is_cuda_available = True
+    with torchpager.simulate("64 MiB", large_min=1), torchpager.auto_offload():
+        tensors = torch.ones(16384), torch.ones(16384)
+        for each in tensors:
+            testing.evict(each)
+        assert jitted(*tensors) is tensors[0]
+    assert seen == ["resident", "resident"]
+
+
 def test_entry_points_exist_in_this_torch():
     for point in regions._ENTRY_POINTS:
         try:
