@@ -62,10 +62,9 @@ void tp_bind_set_first_paging(void (*callback)(int slot));
 void tp_bind_set_unseen_write(void (*callback)(int slot));
 
 /* Creates the core of CUDA device `slot` and registers it. TP_BUSY if there is one. Config:
- * only large_min_bytes, extent_max_bytes, serve_small and readonly_clean are read. */
+ * only large_min_bytes, extent_max_bytes, serve_small, readonly_clean and strict are read. */
 TP_MUST_USE tp_status tp_bind_open_cuda(int slot, const tp_config *config, tp_error *error);
-/* The same for the simulated device, at TP_SLOT_SIM; strict and page_out_before_op are read
- * too. */
+/* The same for the simulated device, at TP_SLOT_SIM; page_out_before_op is read too. */
 TP_MUST_USE tp_status tp_bind_open_sim(const tp_sim_options *options, const tp_config *config,
                                        tp_error *error);
 /* Destroys the simulated core. False, and nothing done: blocks of it are alive. May wait. */

@@ -237,12 +237,12 @@ static PyObject *core_sim_close(PyObject *module, PyObject *unused) {
 }
 
 static PyObject *core_cuda_open(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device",      "large_min", "extent_max",
-                            "serve_small", "readonly",  NULL};
-    int device, serve_small = 0, readonly = 0;
+    static char *names[] = {"device",   "large_min", "extent_max", "serve_small",
+                            "readonly", "strict",    NULL};
+    int device, serve_small = 0, readonly = 0, strict = 0;
     Py_ssize_t large_min = 0, extent_max = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$nnpp", names, &device, &large_min,
-                                     &extent_max, &serve_small, &readonly)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$nnppp", names, &device, &large_min,
+                                     &extent_max, &serve_small, &readonly, &strict)) {
         return NULL;
     }
     if (large_min < 0 || extent_max < 0) {
@@ -254,6 +254,7 @@ static PyObject *core_cuda_open(PyObject *module, PyObject *args, PyObject *kwar
         .extent_max_bytes = (size_t)extent_max,
         .serve_small = serve_small != 0,
         .readonly_clean = readonly != 0,
+        .strict = strict != 0,
     };
     tp_error error = {0};
     tp_status status;

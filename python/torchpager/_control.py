@@ -250,8 +250,10 @@ def debug(what: str) -> bool:
     """Return whether ``TORCHPAGER_DEBUG``, a list with commas, asks for something.
 
     ``readonly``: what is unchanged since it was copied to the host is mapped read-only, so that
-    a write that no operator announces faults where it stands. ``ondemand``: no plans are made.
-    ``park``: what plans move of what only autograd has is parked even if nothing is recomputed.
+    a write that no operator announces faults where it stands. ``strict``: on a CUDA device what
+    was evicted is mapped nowhere, so that any access that no operator announces does.
+    ``ondemand``: no plans are made. ``park``: what plans move of what only autograd has is
+    parked even if nothing is recomputed.
     """
     return what in os.environ.get("TORCHPAGER_DEBUG", "").split(",")
 

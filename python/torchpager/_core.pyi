@@ -45,6 +45,7 @@ def cuda_open(
     extent_max: int = 0,
     serve_small: bool = False,
     readonly: bool = False,
+    strict: bool = False,
 ) -> None:
     """Create the core of a CUDA device. CoreError("UNSUPPORTED") with the reason."""
 

@@ -352,7 +352,12 @@ def _open_cuda(slot: int, label: str, serve_small: bool = False) -> None:
     if _core.is_open(slot):
         return
     try:
-        _core.cuda_open(slot, serve_small=serve_small, readonly=_control.debug("readonly"))
+        _core.cuda_open(
+            slot,
+            serve_small=serve_small,
+            readonly=_control.debug("readonly"),
+            strict=_control.debug("strict"),
+        )
     except _core.CoreError as error:
         if error.status != "BUSY":  # opened meanwhile, by an allocation on another thread
             raise translate(error, f"opening {label}") from error

@@ -246,6 +246,35 @@ def test_debug_mode_stops_a_blind_kernel_where_it_stands(python: Callable[..., s
     assert "illegal memory access" not in python("-c", READONLY, TORCHPAGER_DEBUG="")
 
 
+STRICT = """
+import sys
+import torch, torchpager
+sys.path.insert(0, "tests/gpu")
+from test_blind_writers import ADD_PTX, Kernel, launch_add
+from torchpager import testing
+
+with torchpager.budget("1 GiB"), torchpager.auto_offload():
+    target = torch.zeros(1 << 24, device="cuda")
+    ones = torch.ones(1 << 24, device="cuda")
+    testing.evict(ones)
+    assert ones[:3].sum().item() == 3  # announced: brought back
+    testing.evict(ones)
+    print("so far", flush=True)
+    launch_add(Kernel(ADD_PTX, "add"), target, ones, 1.0)
+    torch.cuda.synchronize()
+    assert target.sum().item() == 1 << 24
+"""
+
+
+def test_strict_debug_mode_stops_a_blind_reader_where_it_stands(
+    python: Callable[..., str],
+) -> None:
+    out = python("-c", STRICT, code=None, TORCHPAGER_DEBUG="strict")
+    assert "so far" in out
+    assert "illegal memory access" in out
+    assert "illegal memory access" not in python("-c", STRICT, TORCHPAGER_DEBUG="")
+
+
 # -- cost ------------------------------------------------------------------------------------
 
 BLOCKS = 264  # GRID_BLOCKS of device_cuda.c

@@ -4,9 +4,9 @@
 backward, in two dtypes. Each call runs plainly and on a device where every storage of one byte
 or more has extents of its own and everything is evicted before the call: the simulated device
 in strict mode with granules of one OS page, or with ``--device cuda`` the GPU with granules of
-2 MiB. Results, gradients and inputs must have the same bits. On the simulated device an
-operator that reads what nobody announced ends the process; on both, one that writes what nobody
-announced is found by the fingerprints.
+2 MiB, with ``--strict`` in strict mode too (``TORCHPAGER_DEBUG=strict``). Results, gradients
+and inputs must have the same bits. In strict mode an operator that reads what nobody announced
+ends the process; one that writes what nobody announced is always found, by the fingerprints.
 
 What is known is kept in build/judge, or where ``--results`` says, as soon as it is known. So a
 run that was cut short, or was told to stop after ``--seconds``, goes on where it was;
@@ -306,7 +306,8 @@ def build_of() -> str:
     digest = hashlib.sha256()
     for path in [*libraries, Path(__file__), Path(samples.__file__)]:
         digest.update(path.read_bytes())
-    return f"{torch.__version__} {digest.hexdigest()[:16]}"
+    mode = " strict" if _control.debug("strict") else ""
+    return f"{torch.__version__} {digest.hexdigest()[:16]}{mode}"
 
 
 class Results:
@@ -460,6 +461,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="then stop")
     parser.add_argument("--part", default="1/1", help="K/N: the K-th of N parts of the entries")
     parser.add_argument("--results", type=Path, help="the file of what is known")
+    parser.add_argument("--strict", action="store_true", help="on a GPU too")
     parser.add_argument("--share", type=int, default=1, help="one entry in so many")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     parser.add_argument("--only", nargs="+", metavar="ENTRY", help="run these anew")
@@ -480,7 +482,11 @@ def main() -> int:
     names = [samples.name_of(op) for op in samples.database()]
     part, parts = map(int, options.part.split("/"))
     names = options.only or names[: -(-len(names) // options.share)][part - 1 :: parts]
-    path = options.results or WORK / f"operators-{options.device}.jsonl"
+    strict = options.strict and options.device == "cuda"
+    if strict:  # the workers', too
+        os.environ["TORCHPAGER_DEBUG"] = "strict"
+    mode = "-strict" if strict else ""
+    path = options.results or WORK / f"operators-{options.device}{mode}.jsonl"
     results = Results(path, options.fresh)
     for name in options.only or []:
         results.tallies.pop(name, None)
