@@ -59,6 +59,7 @@ CORE = ("test_doors.py", "test_pluggable.py", "test_blind_writers.py")
 # An access that must fail, and a measurement.
 NOT_UNDER_MEMCHECK = (
     "tests/gpu/test_blind_writers.py::test_debug_mode_stops_a_blind_kernel_where_it_stands",
+    "tests/gpu/test_blind_writers.py::test_strict_debug_mode_stops_a_blind_reader_where_it_stands",
     "tests/gpu/test_blind_writers.py::test_fingerprint_costs_little_beside_the_copy",
 )
 
