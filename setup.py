@@ -43,6 +43,7 @@ CPU_SOURCES = (
     "torch_hook.cpp",
     "torch_collectives.cpp",
     "torch_recompute.cpp",
+    "torch_recompute_table.cpp",
     "torch_announced.cpp",
     "torch_cpu.cpp",
 )

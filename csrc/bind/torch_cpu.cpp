@@ -261,6 +261,40 @@ PyObject *cpu_recompute_counts(PyObject *, PyObject *) {
                          counts.refused_inputs);
 }
 
+/* A new reference, or null with an exception. */
+PyObject *row_to_py(const OperatorRow &row) {
+    PyObject *kept = PyDict_New();
+    for (size_t i = 0; kept != nullptr && i < row.kept.size(); i++) {
+        if (row.kept[i] == 0) continue;
+        PyObject *count = PyLong_FromUnsignedLongLong(row.kept[i]);
+        const bool set =
+            count != nullptr &&
+            PyDict_SetItemString(kept, kept_name(static_cast<Kept>(i)), count) == 0;
+        Py_XDECREF(count);
+        if (!set) Py_CLEAR(kept);
+    }
+    if (kept == nullptr) return nullptr;
+    return Py_BuildValue("{s:s,s:K,s:K,s:K,s:K,s:K,s:N,s:K,s:s,s:K}", "name", row.name.c_str(),
+                         "drops", row.drops, "dropped_bytes", row.dropped_bytes, "parks",
+                         row.parks, "parked_bytes", row.parked_bytes, "reruns", row.reruns,
+                         "kept", kept, "kept_bytes", row.kept_bytes, "why_no_recipe",
+                         no_recipe_text(row.why), "without_recipe_bytes",
+                         row.without_recipe_bytes);
+}
+
+PyObject *cpu_recompute_table(PyObject *, PyObject *) {
+    HANDLE_TH_ERRORS
+    const std::vector<OperatorRow> rows = table_rows();
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != nullptr && i < rows.size(); i++) {
+        PyObject *row = row_to_py(rows[i]);
+        if (row == nullptr || PyList_Append(list, row) != 0) Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+    END_HANDLE_TH_ERRORS
+}
+
 /* Null: it has none of its own. */
 c10::StorageImpl *any_storage_of(PyObject *object) {
     if (THPStorage_Check(object)) return THPStorage_Unpack(object).unsafeGetStorageImpl();
@@ -320,6 +354,7 @@ PyMethodDef methods[] = {
     {"hook_forced", cpu_hook_forced, METH_O, nullptr},
     {"recompute_mode", cpu_recompute_mode, METH_O, nullptr},
     {"recompute_counts", cpu_recompute_counts, METH_NOARGS, nullptr},
+    {"recompute_table", cpu_recompute_table, METH_NOARGS, nullptr},
     {"forget_tensor", cpu_forget_tensor, METH_O, nullptr},
     {"is_dropped", cpu_is_dropped, METH_O, nullptr},
     {"recompute_rules_off", cpu_recompute_rules_off, METH_O, nullptr},

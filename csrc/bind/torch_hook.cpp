@@ -373,15 +373,17 @@ struct Frame {
     size_t return_count = 0;
     bool results_empty = false;
     bool collective = false, waited_for = false;
-    uint32_t name = 0;              /* as in tp_op */
-    bool backward = false;          /* likewise */
-    bool rerun = false;             /* likewise */
-    bool may_rerun = false;         /* likewise: tp_op.recipe */
-    bool lacks_memory = false;      /* what it uses could not be made again */
-    bool wrapper = false;           /* around the same operator below autocast */
-    std::shared_ptr<Recipe> recipe; /* of the operator; null: it has none */
-    std::vector<tp_addr> born;      /* with a recipe: the blocks allocated in it */
-    std::vector<Counted> counted;   /* operands whose references are counted */
+    uint32_t name = 0;                     /* as in tp_op */
+    bool backward = false;                 /* likewise */
+    bool rerun = false;                    /* likewise */
+    bool may_rerun = false;                /* likewise: tp_op.recipe */
+    NoRecipe no_recipe = NoRecipe::NONE;   /* why not, while that is of interest */
+    std::optional<c10::OperatorHandle> op; /* with no_recipe */
+    bool lacks_memory = false;             /* what it uses could not be made again */
+    bool wrapper = false;                  /* around the same operator below autocast */
+    std::shared_ptr<Recipe> recipe;        /* of the operator; null: it has none */
+    std::vector<tp_addr> born;             /* with a recipe: the blocks allocated in it */
+    std::vector<Counted> counted;          /* operands whose references are counted */
     std::atomic<bool> ended{false};
     CoreOp first;
     alignas(8) unsigned char context[64]; /* room for the FrameContext handed to PyTorch */
@@ -544,6 +546,7 @@ Frame *Thread::push() {
     frame->ended.store(false, std::memory_order_relaxed);
     frame->name = 0;
     frame->rerun = frame->may_rerun = frame->lacks_memory = frame->wrapper = false;
+    frame->no_recipe = NoRecipe::NONE;
     frame->backward = torch::autograd::get_current_graph_task_id() >= 0;
     frame->outer = top();
     top_ = frame;
@@ -1017,18 +1020,33 @@ FrameContext::~FrameContext() {
     if (current != nullptr && frame->thread == current) current->recycle(frame);
 }
 
-/* Whether the operator has a recipe: none has inside of another one that does more than call others. That
+/* Why the operator has no recipe: none has inside of another one that does more than call others. That
  * one may have a recipe itself; and it may write what they read or make, which nobody announces (an
  * operator in place clones what it is about to write, for its backward pass). */
-bool may_rerun(const Thread *thread, const Frame *frame, const OperatorUse &use,
-               const at::RecordFunction &fn) {
-    if (!use.rerun.possible) return false;
-    if (thread->region_count > 0 && recompute_region_matters()) return false;
+NoRecipe refuses_rerun(const Thread *thread, const Frame *frame, const OperatorUse &use,
+                       const at::RecordFunction &fn) {
+    if (!use.rerun.possible) return use.rerun.why;
+    if (thread->region_count > 0 && recompute_region_matters()) return NoRecipe::REGION;
     for (const Frame *outer = frame->outer; outer != nullptr; outer = outer->outer) {
-        if (outer->may_rerun || outer->rerun) return false;
-        if (!outer->wrapper && recompute_kernels_matter()) return false;
+        if (outer->may_rerun || outer->rerun) return NoRecipe::INSIDE;
+        if (!outer->wrapper && recompute_kernels_matter()) return NoRecipe::INSIDE;
     }
-    return recompute_may_rerun(use.rerun, fn.inputs());
+    return recompute_refuses(use.rerun, fn.inputs());
+}
+
+void note_rerun(const Thread *thread, Frame *frame, const OperatorUse &use,
+                const at::RecordFunction &fn) {
+    frame->no_recipe = refuses_rerun(thread, frame, use, fn);
+    frame->may_rerun = frame->no_recipe == NoRecipe::NONE;
+    if (!frame->may_rerun) frame->op = use.op;
+    frame->wrapper = recompute_wraps(use.rerun);
+}
+
+/* A block is born in operators, the innermost first, none of which has a recipe. */
+void note_without_recipe(const Frame *frame, tp_core *core, tp_addr addr) {
+    while (frame->outer != nullptr) frame = frame->outer;
+    if (frame->no_recipe == NoRecipe::NONE || frame->no_recipe == NoRecipe::INSIDE) return;
+    recompute_note_born(frame->op, core, addr, frame->no_recipe);
 }
 
 void capture(Frame *frame, const OperatorUse &use, const at::RecordFunction &fn) {
@@ -1081,8 +1099,7 @@ std::unique_ptr<at::ObserverContext> start_operator(Thread *thread, const Operat
         frame->lacks_memory = lacks_memory;
         context.reset(new (frame) FrameContext(frame));
         if (C10_UNLIKELY(recompute_mode() != kRecomputeOff)) {
-            frame->may_rerun = may_rerun(thread, frame, use, fn);
-            frame->wrapper = recompute_wraps(use.rerun);
+            note_rerun(thread, frame, use, fn);
         }
         for (size_t i = 0; i < thread->operands.size(); i++) begin_core(thread, frame, i);
         if (C10_UNLIKELY(recompute_tracks())) count_before(frame, use, fn);
@@ -1334,9 +1351,12 @@ void on_alloc(tp_core *core, tp_addr addr, tp_stream stream) {
         CoreOp *op = find_or_begin(frame, core, stream);
         tp_op_adopt(&op->op, addr);
         op->adopted_count++;
-        for (; frame != nullptr; frame = frame->outer) {
-            if (frame->recipe != nullptr) frame->born.push_back(addr);
+        bool may_rerun = recompute_mode() == kRecomputeOff; /* or nobody asks */
+        for (Frame *each = frame; each != nullptr; each = each->outer) {
+            may_rerun = may_rerun || each->may_rerun;
+            if (each->recipe != nullptr) each->born.push_back(addr);
         }
+        if (C10_UNLIKELY(!may_rerun)) note_without_recipe(frame, core, addr);
     } catch (...) {
         return;
     }

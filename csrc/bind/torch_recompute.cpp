@@ -97,6 +97,25 @@ bool is_functional(const c10::FunctionSchema &schema) {
     return !schema.returns().empty();
 }
 
+bool is_random(const c10::OperatorHandle &op) {
+    return op.hasTag(at::Tag::nondeterministic_seeded) && in_force(kRuleRandom);
+}
+
+NoRecipe refused_by_schema(const c10::OperatorHandle &op, bool writes_unannotated,
+                           bool makes_empty) {
+    const c10::FunctionSchema &schema = op.schema();
+    const char *name = schema.name().c_str();
+    if (std::strncmp(name, "aten::", 6) != 0) return NoRecipe::FOREIGN;
+    if (!is_functional(schema)) return NoRecipe::WRITES;
+    if (listed(kNotTheSame, name) && in_force(kRuleNotTheSame)) return NoRecipe::DIFFERS;
+    if (writes_unannotated && in_force(kRuleStatistics)) return NoRecipe::STATISTICS;
+    if (makes_empty || listed(kMakesNothing, name)) return NoRecipe::EMPTY;
+    if (op.hasTag(at::Tag::data_dependent_output)) return NoRecipe::DATA;
+    const bool without_dropout =
+        listed(kAttention, name) && schema.argumentIndexWithName("dropout_p").has_value();
+    return is_random(op) && !without_dropout ? NoRecipe::RANDOM : NoRecipe::NONE;
+}
+
 } // namespace
 
 Rerunnable rerunnable(const c10::OperatorHandle &op, bool writes_unannotated,
@@ -104,16 +123,10 @@ Rerunnable rerunnable(const c10::OperatorHandle &op, bool writes_unannotated,
     const c10::FunctionSchema &schema = op.schema();
     const char *name = schema.name().c_str();
     Rerunnable use;
-    if (std::strncmp(name, "aten::", 6) != 0 || !is_functional(schema)) return use;
-    if (listed(kNotTheSame, name) && in_force(kRuleNotTheSame)) return use;
-    if (writes_unannotated && in_force(kRuleStatistics)) return use;
-    if (makes_empty || listed(kMakesNothing, name)) return use;
-    if (op.hasTag(at::Tag::data_dependent_output)) return use;
-    if (op.hasTag(at::Tag::nondeterministic_seeded) && in_force(kRuleRandom)) {
-        if (!listed(kAttention, name)) return use;
-        const auto dropout = schema.argumentIndexWithName("dropout_p");
-        if (!dropout.has_value()) return use;
-        use.dropout = *dropout;
+    use.why = refused_by_schema(op, writes_unannotated, makes_empty);
+    if (use.why != NoRecipe::NONE) return use;
+    if (is_random(op)) {
+        use.dropout = schema.argumentIndexWithName("dropout_p").value_or(-1);
     }
     use.possible = true;
     use.arguments = schema.arguments().size();
@@ -304,6 +317,7 @@ std::atomic<bool> disabled{false}; /* after a fork */
 std::atomic<int> holds{0};         /* threads between finding addresses and pinning them */
 std::atomic<bool> dropping{false};
 thread_local bool rerunning = false;
+thread_local bool trying = false; /* a rerun beside a kept result */
 /* To make again what the operator in progress uses. */
 thread_local bool lacks_memory = false;
 thread_local std::string no_memory; /* says so */
@@ -583,26 +597,24 @@ bool is_below_autocast(const Rerunnable &use) {
     return !in_force(kRuleAutocast) || !recompute_wraps(use);
 }
 
-/* Whether an operator runs no code of others: no mode, no transform, no hook for what is saved. */
-bool runs_alone() {
+/* Whether an operator runs code of others: a mode, a transform, a hook for what is saved. */
+NoRecipe runs_code_of_others() {
     const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
     const c10::DispatchKeySet others =
         c10::python_ks | c10::functorch_transforms_ks |
         c10::DispatchKeySet(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) |
         c10::DispatchKeySet(c10::DispatchKey::FuncTorchDynamicLayerBackMode) |
         c10::DispatchKeySet(c10::DispatchKey::Functionalize);
-    if (keys.included_.has_any(others)) return false;
+    if (keys.included_.has_any(others)) return NoRecipe::MODES;
     /* A hook is given operands, and results before the operator has ended. */
-    return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() || !in_force(kRuleHooks);
+    const bool hooked = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+    return hooked && in_force(kRuleHooks) ? NoRecipe::HOOKS : NoRecipe::NONE;
 }
 
-bool is_plain_thread() {
-    /* Gradients go where Python finds them, and nothing that autograd counts keeps them. */
-    if (torch::autograd::get_current_graph_task_id() >= 0 && in_force(kRuleBackward)) {
-        return false;
-    }
-    return runs_alone();
-}
+bool runs_alone() { return runs_code_of_others() == NoRecipe::NONE; }
+
+/* Gradients go where Python finds them, and nothing that autograd counts keeps them. */
+bool is_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 c10::Stream current_stream(c10::Device device) {
     return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
@@ -631,17 +643,29 @@ bool recompute_wraps(const Rerunnable &use) {
            (use.autocast_cpu && at::autocast::is_autocast_enabled(at::kCPU));
 }
 
-bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs) {
+NoRecipe recompute_refuses(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs) {
     if (rerunning || disabled.load(std::memory_order_relaxed) ||
-        inputs.size() < use.arguments || !is_below_autocast(use) || !is_plain_thread()) {
-        return false;
+        inputs.size() < use.arguments || !is_below_autocast(use) ||
+        (is_backward() && in_force(kRuleBackward))) {
+        return NoRecipe::INSIDE;
     }
+    const NoRecipe others = runs_code_of_others();
+    if (others != NoRecipe::NONE) return others;
     /* The plans of convolutions that are measured are a thread's own. */
-    if (use.convolution && at::globalContext().benchmarkCuDNN()) return false;
-    if (use.dropout < 0) return true;
+    if (use.convolution && at::globalContext().benchmarkCuDNN()) return NoRecipe::BENCHMARK;
+    if (use.dropout < 0) return NoRecipe::NONE;
     const size_t start = inputs.size() - use.arguments;
     const c10::IValue &dropout = inputs[start + static_cast<size_t>(use.dropout)];
-    return dropout.isDouble() && dropout.toDouble() == 0.0;
+    const bool none = dropout.isDouble() && dropout.toDouble() == 0.0;
+    return none ? NoRecipe::NONE : NoRecipe::RANDOM;
+}
+
+void recompute_note_born(const std::optional<c10::OperatorHandle> &op, tp_core *core,
+                         tp_addr addr, NoRecipe why) {
+    tp_block_info info;
+    if (!op.has_value() || rerunning || is_backward() || !c10::GradMode::is_enabled()) return;
+    if (!tp_block_query(core, addr, &info)) return;
+    table_has_no_recipe(c10::toString(op->operator_name()), info.bytes, why);
 }
 
 namespace {
@@ -951,6 +975,10 @@ namespace {
 
 /* ---- running again -------------------------------------------------------------------------- */
 
+std::string name_of(const Recipe &recipe) {
+    return c10::toString(recipe.handle.operator_name());
+}
+
 /* A dead input that was made again for others, while one bring_back runs. */
 using Again = std::unordered_map<const Made *, at::Tensor>;
 
@@ -1052,6 +1080,7 @@ std::vector<at::Tensor> execute(const std::shared_ptr<Recipe> &recipe, Again &ag
     const HookCall call(kCallReruns, operands);
     operands.clear();
     recipe->handle.callBoxed(stack);
+    if (!trying) table_ran_again(name_of(*recipe));
     std::vector<at::Tensor> outputs;
     for (const c10::IValue &value : stack) {
         each_tensor(value, [&outputs](const at::Tensor &each) { outputs.push_back(each); });
@@ -1280,6 +1309,15 @@ class Filler {
     Filler &operator=(const Filler &) = delete;
 };
 
+/* Reruns of this thread are no reruns. */
+class Trying {
+  public:
+    Trying() { trying = true; }
+    ~Trying() { trying = false; }
+    Trying(const Trying &) = delete;
+    Trying &operator=(const Trying &) = delete;
+};
+
 /* Runs the recipe beside the kept result. Waits for the device. */
 bool makes_the_same_in(const std::shared_ptr<Made> &made, const c10::Storage &kept,
                        unsigned char byte) {
@@ -1287,6 +1325,7 @@ bool makes_the_same_in(const std::shared_ptr<Made> &made, const c10::Storage &ke
     std::vector<at::Tensor> outputs;
     {
         const Filler filler(byte);
+        const Trying now;
         outputs = execute(made->recipe, again);
     }
     if (outputs.size() <= made->output) return false;
@@ -1343,6 +1382,10 @@ bool is_trusted(const std::shared_ptr<Made> &made) {
 }
 
 enum class Drop { DONE, LATER, NEVER };
+struct Tried {
+    Drop what;
+    Kept why = Kept::BUSY; /* not DONE */
+};
 
 /* The registry is held. */
 Drop swap_out(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *storage,
@@ -1391,45 +1434,66 @@ Drop let_go(Registry &r, const std::shared_ptr<Made> &made, c10::StorageImpl *st
 }
 
 /* Without a recipe that would find its inputs: the bytes are kept. */
-Drop try_park(const std::shared_ptr<Made> &made) {
+Tried try_park(const std::shared_ptr<Made> &made) {
     Registry &r = registry();
     std::vector<c10::Storage> none;
     c10::intrusive_ptr<c10::StorageImpl> storage = made->storage.lock();
-    if (tp_capturing(made->core)) return Drop::LATER;
+    if (tp_capturing(made->core)) return {Drop::LATER};
     const Guard guard(r.mutex);
-    if (storage == nullptr || made->addr == 0 || made->refused) return Drop::NEVER;
-    if (!is_out_of_reach(*made, storage.use_count() - 1)) return Drop::LATER;
-    return let_go(r, made, storage.get(), none, true);
+    if (storage == nullptr || made->addr == 0) return {Drop::NEVER};
+    if (made->refused) return {Drop::NEVER, Kept::SEEN};
+    if (!is_out_of_reach(*made, storage.use_count() - 1)) return {Drop::LATER, Kept::HELD};
+    return {let_go(r, made, storage.get(), none, true)};
+}
+
+/* Whether it may go now, but for a trial. The registry is held. */
+Tried may_drop(Registry &r, const std::shared_ptr<Made> &made, size_t use_count,
+               std::vector<c10::Storage> &leaves) {
+    if (made->addr == 0) return {Drop::NEVER};
+    if (made->refused) return {Drop::NEVER, Kept::SEEN};
+    if (in_force(kRuleNumerics) && !(made->recipe->numerics == Numerics::now())) {
+        return {Drop::NEVER, Kept::SETTINGS};
+    }
+    if (made->recipe->valid && !is_out_of_reach(*made, use_count)) {
+        r.counts.refused_held++;
+        return {Drop::LATER, Kept::HELD};
+    }
+    if (!finds_inputs(r, *made->recipe, 0, leaves)) {
+        r.counts.refused_inputs++;
+        return {Drop::NEVER, Kept::INPUTS};
+    }
+    return {Drop::DONE};
 }
 
 /* With nothing held. */
-Drop try_drop(const std::shared_ptr<Made> &made) {
+Tried try_drop(const std::shared_ptr<Made> &made) {
     Registry &r = registry();
     std::vector<c10::Storage> leaves; /* let go of with nothing held */
     c10::intrusive_ptr<c10::StorageImpl> storage = made->storage.lock();
-    if (tp_capturing(made->core)) return Drop::LATER; /* nor is anything tried */
+    if (storage == nullptr) return {Drop::NEVER};
+    if (tp_capturing(made->core)) return {Drop::LATER}; /* nor is anything tried */
     {
         const Guard guard(r.mutex);
-        if (storage == nullptr || made->addr == 0 || made->refused || !made->recipe->valid ||
-            (in_force(kRuleNumerics) && !(made->recipe->numerics == Numerics::now()))) {
-            return Drop::NEVER;
-        }
-        if (!is_out_of_reach(*made, storage.use_count() - 1)) {
-            r.counts.refused_held++;
-            return Drop::LATER;
-        }
-        if (!finds_inputs(r, *made->recipe, 0, leaves)) {
-            r.counts.refused_inputs++;
-            return Drop::NEVER;
-        }
+        const Tried before = may_drop(r, made, storage.use_count() - 1, leaves);
+        if (before.what != Drop::DONE) return before;
         leaves.clear();
     }
-    if (!is_trusted(made)) return Drop::NEVER;
+    if (!is_trusted(made)) return {Drop::NEVER, Kept::TRIAL};
     const Guard guard(r.mutex);
-    if (made->addr == 0 || made->refused) return Drop::NEVER;
-    if (!finds_inputs(r, *made->recipe, 0, leaves)) return Drop::NEVER;
-    if (!is_out_of_reach(*made, storage.use_count() - 1)) return Drop::LATER;
-    return let_go(r, made, storage.get(), leaves, false);
+    const Tried behind = may_drop(r, made, storage.use_count() - 1, leaves);
+    if (behind.what != Drop::DONE) return behind;
+    return {let_go(r, made, storage.get(), leaves, false)};
+}
+
+/* Tells of what has been tried; true: it is to be tried once more. */
+bool note_tried(const Made &made, const Pending &pending, Tried tried) {
+    const bool again = tried.what == Drop::LATER && pending.tries > 1;
+    if (tried.what == Drop::DONE) {
+        table_gave_up(name_of(*made.recipe), made.bytes, pending.park);
+    } else if (!again && made.addr != 0) {
+        table_kept(name_of(*made.recipe), made.bytes, tried.why);
+    }
+    return again;
 }
 
 /* Those that are due, but what is used now. */
@@ -1452,13 +1516,13 @@ void try_pending(const std::vector<Touch> &touches) {
         const bool busy = std::any_of(touches.begin(), touches.end(), [&](const Touch &touch) {
             return addr_of_storage(touch.storage) == made->addr;
         });
-        if (busy || (each.park ? try_park(made) : try_drop(made)) == Drop::LATER)
-            later.push_back({made, each.tries - 1, each.park});
+        const Tried tried = busy        ? Tried{Drop::LATER}
+                            : each.park ? try_park(made)
+                                        : try_drop(made);
+        if (note_tried(*made, each, tried)) later.push_back({made, each.tries - 1, each.park});
     }
     const Guard guard(r.mutex);
-    for (Pending &each : later) {
-        if (each.tries > 0) r.pending.push_back(std::move(each));
-    }
+    for (Pending &each : later) r.pending.push_back(std::move(each));
     r.has_pending.store(!r.pending.empty(), std::memory_order_relaxed);
 }
 

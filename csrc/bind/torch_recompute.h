@@ -22,6 +22,7 @@
 #include <memory>
 #include <vector>
 
+#include "bind/torch_recompute_table.h"
 #include "tp.h"
 
 namespace torchpager {
@@ -31,6 +32,7 @@ namespace torchpager {
 /* What an operator's schema and name say. */
 struct Rerunnable {
     bool possible = false;
+    NoRecipe why = NoRecipe::NONE;                    /* not possible */
     bool autocast_cuda = false, autocast_cpu = false; /* it has a kernel for autocast */
     size_t arguments = 0;
     int dropout = -1; /* the argument that has to be 0 */
@@ -92,8 +94,11 @@ inline bool recompute_tracks() {
 
 /* Whether an operator that begins now only casts for itself, below autocast. */
 bool recompute_wraps(const Rerunnable &use);
-/* Whether an operator that begins now may run again. */
-bool recompute_may_rerun(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs);
+/* Why an operator that begins now may not run again, which its schema allows; NONE: it may. */
+NoRecipe recompute_refuses(const Rerunnable &use, c10::ArrayRef<const c10::IValue> inputs);
+/* A block was born in an operator without a recipe. Counted if autograd may keep it. */
+void recompute_note_born(const std::optional<c10::OperatorHandle> &op, tp_core *core,
+                         tp_addr addr, NoRecipe why);
 /* Its recipe; null: it has none. May throw bad_alloc. */
 std::shared_ptr<Recipe> recompute_capture(const c10::OperatorHandle &op,
                                           c10::ArrayRef<const c10::IValue> inputs);

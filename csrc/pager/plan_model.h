@@ -43,7 +43,7 @@ typedef struct tp_unit {
 typedef struct tp_unit_heap {
     uint32_t *units;
     uint32_t count;
-    uint64_t *sums; /* a Fenwick tree over the operators and, last, TP_FAR */
+    uint64_t *sums;    /* a Fenwick tree over the operators and, last, TP_FAR */
     uint64_t *hurried; /* likewise, of what is to go before others, by when it is due */
     uint64_t bytes;
 } tp_unit_heap;

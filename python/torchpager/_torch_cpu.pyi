@@ -43,6 +43,9 @@ def recompute_mode(mode: int) -> None:
 def recompute_counts() -> dict[str, int]:
     """Return the fields of recompute.Recomputation."""
 
+def recompute_table() -> list[dict[str, Any]]:
+    """Return the fields of recompute.OperatorRecomputation, in no order."""
+
 def bring_back(thing: object, write: bool = False) -> bool:
     """The bytes of a tensor or storage are made again if they were dropped, and are not dropped any
     more. With write they are about to be written: so are those that are made of them. None: those

@@ -1,13 +1,16 @@
 """What is in force, and why something is not."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from torchpager import _control, _core
+from torchpager import _control, _core, recompute
 from torchpager._targets import DeviceLike, Target, resolve, simulated
 from torchpager.errors import UnavailableError
 from torchpager.sizes import format_size
+
+_MOST_OPERATORS = 8
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class Status:
     """Bytes of native tensors, which count and stay: see :func:`torchpager.adopt`."""
     failed: bool = False
     """Whether a transfer failed in a way that leaves contents in doubt."""
+    recompute: bool = False
+    """Whether results may be given up and made again (``auto_offload(recompute=True)``)."""
+    not_recomputed: tuple[str, ...] = ()
+    """With ``recompute``: operators whose results stay or move instead, the largest first, and
+    why. All of them: :func:`torchpager.recompute.by_operator`."""
 
     def __str__(self) -> str:
         lines = [f"torchpager: {'active' if self.active else 'not active'}"]
@@ -59,6 +67,9 @@ class Status:
             )
         if self.failed:
             lines.append("  FAILED: a transfer failed and contents may be in doubt")
+        if self.recompute:
+            lines.append("  recomputing: on")
+            lines += [f"    {reason}" for reason in self.not_recomputed]
         return "\n".join(lines + [f"  {reason}" for reason in self.reasons])
 
 
@@ -111,6 +122,7 @@ def _of_target(target: Target) -> Status:
     reasons = [] if active else ["no budget() and no auto_offload() is active on this device"]
     if active and not p4:
         reasons.append(doubt)
+    again = recompute.is_on(target.slot)
     caps = _core.caps(target.slot)
     if active and not caps["fingerprints"]:
         reasons.append(f"every eviction copies: {caps['no_fingerprints']}")
@@ -127,7 +139,15 @@ def _of_target(target: Target) -> Status:
         verified=bool(caps["fingerprints"]),
         native_bytes=target.native_bytes(),
         failed=bool(figures["failed"]),
+        recompute=again,
+        not_recomputed=tuple(_not_recomputed()) if again else (),
     )
+
+
+def _not_recomputed() -> Iterator[str]:
+    kept = [row for row in recompute.by_operator() if row.kept or row.why_no_recipe]
+    for row in kept[:_MOST_OPERATORS]:
+        yield f"{row.name}: {'; '.join(row.reasons())}"
 
 
 def _always_mapped(target: Target) -> tuple[bool, str]:
@@ -137,4 +157,6 @@ def _always_mapped(target: Target) -> tuple[bool, str]:
         return False, "P4 is off: the driver cannot map host memory at a tensor's address"
     if target.strict:
         return False, "P4 is off: simulate(strict=True) leaves bytes in HOST unmapped"
+    if target is not simulated() and _control.debug("strict"):
+        return False, "P4 is off: TORCHPAGER_DEBUG=strict leaves bytes in HOST unmapped"
     return True, ""
