@@ -573,6 +573,39 @@ def lasting_count(steps: Sequence[Step]) -> int:
     )
 
 
+def pager_rows(
+    steps: Sequence[Step],
+    budget: int,
+    *,
+    rounds: int,
+    payload: bool = False,
+    planning: bool = False,
+    mapping: bool = False,
+) -> tuple[list[dict[str, int]], int]:
+    """Take steps, one after the other and over again, through the pager.
+
+    Returns what has been counted since the beginning at the end of each step, and how many
+    operands were found wrong. As :func:`through_pager` else.
+    """
+    shrink = SHRINK if payload else 1
+    link = Link()
+    return _core.replay(
+        steps=[core_step(each, shrink) for each in steps],
+        order=array("I", list(range(len(steps))) * rounds).tobytes(),
+        lasting_count=lasting_count(steps),
+        budget_bytes=budget // shrink,
+        granularity_bytes=GRANULARITY // shrink,
+        extent_max_bytes=EXTENT_MAX // shrink,
+        link_bytes_per_s=round(link.alone / shrink),
+        link_both_bytes_per_s=round(link.both / shrink),
+        map_device_ns_per_mib=MAP_DEVICE_NS_PER_MIB if mapping else 0,
+        map_host_ns_per_mib=MAP_HOST_NS_PER_MIB if mapping else 0,
+        run_ahead_ops=RUN_AHEAD,
+        payload=payload,
+        planning=planning,
+    )
+
+
 def through_pager(
     steps: Sequence[Step],
     budget: int,
@@ -589,22 +622,8 @@ def through_pager(
     wrong. With ``payload`` all sizes, the budget's too, are divided by ``SHRINK``, and the link
     is as much slower. With ``mapping`` mappings take time.
     """
-    shrink = SHRINK if payload else 1
-    link = Link()
-    rows, wrong = _core.replay(
-        steps=[core_step(each, shrink) for each in steps],
-        order=array("I", list(range(len(steps))) * rounds).tobytes(),
-        lasting_count=lasting_count(steps),
-        budget_bytes=budget // shrink,
-        granularity_bytes=GRANULARITY // shrink,
-        extent_max_bytes=EXTENT_MAX // shrink,
-        link_bytes_per_s=round(link.alone / shrink),
-        link_both_bytes_per_s=round(link.both / shrink),
-        map_device_ns_per_mib=MAP_DEVICE_NS_PER_MIB if mapping else 0,
-        map_host_ns_per_mib=MAP_HOST_NS_PER_MIB if mapping else 0,
-        run_ahead_ops=RUN_AHEAD,
-        payload=payload,
-        planning=planning,
+    rows, wrong = pager_rows(
+        steps, budget, rounds=rounds, payload=payload, planning=planning, mapping=mapping
     )
     last, before = rows[-1], rows[-1 - counted * len(steps)]
     took = {name: last[name] - before[name] for name in last}

@@ -3,7 +3,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BLIND_OPS = 4096 }; /* for how long a period must hold in which no weight is named */
+enum {
+    HELD_OPS = 64,   /* for how long a period must hold at least */
+    BLIND_OPS = 4096 /* and one in which no weight is named */
+};
 
 #define FACTOR 0x01000193u
 
@@ -47,9 +50,10 @@ uint32_t tp_period_op(tp_period *period, uint32_t token, bool weighted) {
         return 0;
     }
     if (period->candidate == 0) return 0;
+    if (gap) return 0;
     period->held_for++;
     period->weighted += weighted;
-    if (period->held_for + TP_PERIOD_GRAM < period->candidate) return 0;
+    if (period->held_for < period->candidate || period->held_for < HELD_OPS) return 0;
     if (period->weighted == 0 && period->held_for < BLIND_OPS) return 0;
     return period->candidate;
 }

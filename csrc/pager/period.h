@@ -4,8 +4,8 @@
  * Each operator has a token (tp_record_op.token): its name, and which long-lived storages, its
  * weights, it uses. So the layers of a network differ, though their operators are the same, and
  * what repeats is the whole. When the last operators have been seen before, in the same order,
- * the distance is a candidate; once it has held for as many operators as it is long, it is the
- * period. Where no operator names anything long-lived it must hold longer, lest a layer be taken
+ * the distance is a candidate; once it has held for as many operators as it is long, and for a few
+ * dozen, it is the period. Where no operator names anything long-lived it must hold longer, lest a layer be taken
  * for a step.
  *
  * Bounded, pure; expects the pager's lock. */

@@ -300,9 +300,9 @@ static void end_step(tp_steps *steps) {
 
 /* ---- without marks ----------------------------------------------------------------------- */
 
-/* No marks have come for so long that there seem to be none. */
+/* No marks have come for so long that there seem to be none. Who trains will come to an optimizer. */
 static bool unmarked(const tp_steps *steps) {
-    if (steps->asked_count + steps->optimizer_count == 0)
+    if (steps->asked_count + steps->optimizer_count == 0 && !steps->trains)
         return steps->unmarked_ops > FIRST_UNMARKED_OPS;
     return steps->unmarked_ops > UNMARKED_OPS + 4 * steps->longest_ops;
 }
@@ -330,8 +330,11 @@ static bool period_ends(tp_steps *steps) {
     if (!unmarked(steps)) return false;
     if (steps->countdown > 0) return --steps->countdown == 0;
     const uint32_t best = steps->best;
-    return best != NONE && steps->follows[best].astray == 0 &&
-           steps->follows[best].position == steps->at[best]->trace.op_count;
+    if (best == NONE || steps->follows[best].astray > 0) return false;
+    if (steps->follows[best].position != steps->at[best]->trace.op_count) return false;
+    /* The program has come back to a step on its way: what is recorded is more or less than one. */
+    if (!steps->follows[best].from_start) steps->record.partial = true;
+    return true;
 }
 
 static void seek(tp_steps *steps, const tp_record_op *op) {
@@ -415,6 +418,7 @@ bool tp_steps_op_begin(tp_steps *steps, uint32_t name, bool backward, uint32_t s
     if (steps->record.overflown && unmarked(steps)) end_step(steps);
     note_time(steps, now_ns);
     steps->unmarked_ops++;
+    steps->trains = steps->trains || backward || steps->in_optimizer;
     const tp_phase phase = backward              ? TP_PHASE_BACKWARD
                            : steps->in_optimizer ? TP_PHASE_OPTIMIZER
                                                  : TP_PHASE_FORWARD;

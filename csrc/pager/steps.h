@@ -71,6 +71,7 @@ typedef struct tp_steps {
     uint64_t asked_count, optimizer_count; /* marks so far */
     uint64_t unmarked_ops;                 /* operators since the last mark that counted */
     uint64_t longest_ops;                  /* of a step that a mark ended */
+    bool trains;                           /* a backward pass or an optimizer has been seen */
     bool in_optimizer, ending; /* ending: with the next operator outside of optimizers */
     uint64_t completed_count;  /* steps of all kinds */
     uint64_t number;           /* given last to a step */

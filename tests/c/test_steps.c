@@ -671,6 +671,60 @@ TEST(generation_finds_its_way_back_after_each_prompt) {
     scene_free(s);
 }
 
+/* What training repeats before its first optimizer step is no step. */
+TEST(training_is_not_divided_before_its_first_mark) {
+    scene *s = scene_new(&wide);
+    forward(s, &small);
+    backward(s, &small);
+    tp_identity *weight[1] = {&s->weights[1]};
+    for (uint32_t i = 0; i < 600; i++) (void)run(s, 6 + i % 12, false, weight, 1, NULL, 0);
+    EXPECT_EQ(s->steps.count, 0);
+    optimize(s, &small);
+    train(s, &small);
+    train(s, &small);
+    tp_steps_settle(&s->steps);
+    EXPECT(tp_steps_last(&s->steps)->completed_count >= 1);
+    EXPECT_EQ(tp_steps_last(&s->steps)->trace.op_count, 5 * small.layers);
+    scene_free(s);
+}
+
+/* A few operators that come twice prove nothing, whatever follows. */
+TEST(a_run_that_comes_twice_is_no_period) {
+    tp_period period = {0};
+    MUST(tp_period_reset(&period));
+    uint32_t fresh = 1000;
+    for (int round = 0; round < 2; round++) {
+        for (uint32_t i = 0; i < TP_PERIOD_GRAM; i++)
+            EXPECT_EQ(tp_period_op(&period, i + 1, true), 0);
+        const int others = round == 0 ? 13 : 500;
+        for (int i = 0; i < others; i++) EXPECT_EQ(tp_period_op(&period, fresh++, true), 0);
+    }
+    tp_period_fini(&period);
+}
+
+/* Where a program comes back to a step it knows, what it did before is not one. */
+TEST(what_comes_before_a_known_step_is_not_remembered) {
+    scene *s = scene_new(&wide);
+    const network token = {.first = 1, .layers = 60, .size = 3000};
+    for (int i = 0; i < 12; i++) forward(s, &token);
+    const uint32_t count = s->steps.count;
+    const tp_step *step = tp_steps_last(&s->steps);
+    MUST(step != NULL);
+    const uint64_t completed = step->completed_count;
+    tp_identity *weight[1] = {&s->weights[1]};
+    for (uint32_t k = 0; k < 20; k++) {
+        for (uint32_t i = 0; i < 10 + 3 * k; i++)
+            (void)run(s, 100 + 64 * k + i, false, weight, 1, NULL, 0);
+        forward_part(s, &token, 0, 1);
+        forward_part(s, &token, 40, token.layers);
+        tp_steps_freed(&s->steps, &s->activations[token.layers - 1]);
+        for (int i = 0; i < 3; i++) forward(s, &token);
+    }
+    EXPECT_EQ(s->steps.count, count);
+    EXPECT(step->completed_count >= completed + 40);
+    scene_free(s);
+}
+
 /* ---- kinds, and finding the way back ----------------------------------------------------- */
 
 /* Where the program stands in the last operator of a part, and what fits. */

@@ -3,6 +3,7 @@
 import json
 import random
 from array import array
+from itertools import pairwise
 
 import pytest
 from test_plan import BENCHMARKS, MIB, op, random_step, replay
@@ -92,6 +93,26 @@ def test_plan_carried_out_by_the_pager_is_faster_than_paging_on_demand():
     assert row["pager_ms"] > row["native_ms"]
     for figure in ("demand_ms", "pager_ms", "step_ms"):
         assert f"{row[figure]:.1f}" in replay.line_of(row)
+
+
+def step_times_ms(name, share, *, planning):
+    trace = load(name)
+    budget = int(trace.peak_bytes * share)
+    rows, wrong = replay.pager_rows((trace.step(),), budget, rounds=8, planning=planning)
+    assert wrong == 0
+    ends = [0, *(row["clock_ns"] for row in rows)]
+    return [(end - begin) / 1e6 for begin, end in pairwise(ends)]
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+@pytest.mark.parametrize("name", ["gpt-b16-fused", "gpt-single", "resnet50", "vit"])
+def test_plans_are_steady_by_the_fourth_step_and_never_slower_than_none(name, share):
+    demand = step_times_ms(name, share, planning=False)
+    planned = step_times_ms(name, share, planning=True)
+    for with_plans, without in zip(planned, demand, strict=True):
+        assert with_plans <= 1.01 * without
+    assert planned[3] <= 1.08 * planned[-1]
+    assert planned[-1] < 0.95 * demand[-1]
 
 
 def test_check_names_paging_on_demand_that_got_worse(tmp_path):
