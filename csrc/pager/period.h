@@ -5,8 +5,8 @@
  * weights, it uses. So the layers of a network differ, though their operators are the same, and
  * what repeats is the whole. When the last operators have been seen before, in the same order,
  * the distance is a candidate; once it has held for as many operators as it is long, and for a few
- * dozen, it is the period. Where no operator names anything long-lived it must hold longer, lest a layer be taken
- * for a step.
+ * dozen, it is the period. Where no operator names anything long-lived it must hold longer, lest a
+ * layer be taken for a step.
  *
  * Bounded, pure; expects the pager's lock. */
 #ifndef TP_PAGER_PERIOD_H
