@@ -3,7 +3,10 @@
  * As long as each operator is of the kind that the trace has next, the position moves on. When
  * one is not, the program has left the trace: it skips operators, or runs others. Then nothing
  * moves until it is found again: near by, by the last three operators being alike in kind and
- * sizes (which is tried too when three in a row have other sizes); or anywhere, by the last eight being of the same kinds, the nearest place ahead first.
+ * sizes; or anywhere, by the last eight being of the same kinds. Of several places the one where most of
+ * them used the same weights, then the nearest ahead: the layers of a network are alike but for that.
+ * It is also looked for when three in a row have other sizes, or two of those that use weights have
+ * used others.
  *
  * Pure; expects the pager's lock. */
 #ifndef TP_PAGER_FOLLOW_H
@@ -18,7 +21,7 @@ enum {
 
 /* The last TP_GRAM operators of the program, the newest last. */
 typedef struct tp_recent {
-    uint32_t kinds[TP_GRAM], likes[TP_GRAM];
+    uint32_t kinds[TP_GRAM], likes[TP_GRAM], weights[TP_GRAM];
     uint32_t count; /* since the step began, at most TP_GRAM */
 } tp_recent;
 
@@ -27,11 +30,12 @@ typedef struct tp_follow {
     uint32_t astray;   /* operators since the program left the trace; 0: it is on it */
     uint32_t score;    /* how well the last ones fitted, at most TP_SCORE_MAX */
     uint32_t loose;    /* of those, in a row, how many had operands of other sizes */
+    uint32_t strange;  /* likewise, how many of those that have weights used other ones */
     bool from_start;   /* it has not left the trace in this step */
     bool exact;        /* nor had any operator operands of other sizes */
 } tp_follow;
 
-void tp_recent_push(tp_recent *recent, uint32_t kind, uint32_t like);
+void tp_recent_push(tp_recent *recent, uint32_t kind, uint32_t like, uint32_t weights);
 
 /* A step begins. `score`: more than 0 for the one that is expected. */
 void tp_follow_begin(tp_follow *follow, uint32_t score);

@@ -239,17 +239,18 @@ tp_record_op *tp_record_op_ready(tp_record *record) {
     const uint64_t now = record->ops_before + record->op_count;
     uint64_t bytes = 0;
     op->use_count = record->use_count - op->use_begin;
-    uint32_t like = mix(op->kind + 1, op->use_count), token = mix(1, op->kind);
+    uint32_t like = mix(op->kind + 1, op->use_count), weights = 0;
     for (uint32_t i = op->use_begin; i < record->use_count; i++) {
         const tp_record_use *use = &record->uses[i];
         const tp_record_storage *storage = &record->storages[use->storage];
         like = mix(like, storage->bytes * 2 + use->writes);
         bytes += storage->bytes;
         const bool old = storage->born == TP_NO_OP || now - storage->owner->known_ops > OLD_OPS;
-        if (old) token = mix(token, storage->owner->serial);
+        if (old) weights = mix(weights + 1, storage->owner->serial);
     }
     op->like = like == 0 ? 1 : like;
-    op->token = token;
+    op->weights = weights;
+    op->token = mix(weights + 1, op->kind);
     op->class_idx = class_of(record, op->like, bytes, CLASSES_MAX);
     note_pair(record, op->like);
     return op;

@@ -42,9 +42,9 @@ typedef struct tp_record_op {
     uint64_t began_ns;   /* of the host's clock */
     uint64_t live_bytes; /* of all storages, when it began */
     uint32_t kind;
-    uint32_t like; /* a hash of its kind and of its operands' sizes */
-    uint32_t
-        token; /* the same of its name and of those operands that have been alive for long */
+    uint32_t like;    /* a hash of its kind and of its operands' sizes */
+    uint32_t weights; /* the same of those operands that have been alive for long; 0: none */
+    uint32_t token;   /* the same of its kind and of them */
     uint32_t class_idx;
     uint32_t gap_idx; /* class of what comes between it and the next; 0: not known */
     uint32_t use_begin, use_count; /* the operands it was announced with */

@@ -95,7 +95,7 @@ typedef struct parts {
     tp_trace_op *ops;
     tp_trace_operand *operands;
     tp_trace_block *blocks;
-    uint32_t *kinds, *likes, *streams, *announced, *class_idx, *gap_idx;
+    uint32_t *kinds, *likes, *weights, *streams, *announced, *class_idx, *gap_idx;
     uint64_t *began_ns;
     uint32_t *birth_begin, *births, *use_begin, *use_ops, *gram_head, *gram_next;
     tp_identity **live;
@@ -129,7 +129,7 @@ static tp_step *step_new(const tp_record *record, uint32_t blocks, parts *p) {
         part(&total, blocks, sizeof *p->blocks),
         part(&total, ops, sizeof *p->began_ns),
         part(&total, blocks, sizeof *p->live),
-        part(&total, 6 * (size_t)ops, sizeof *p->kinds),
+        part(&total, 7 * (size_t)ops, sizeof *p->kinds),
         part(&total, (size_t)ops + 1, sizeof *p->birth_begin),
         part(&total, blocks, sizeof *p->births),
         part(&total, (size_t)blocks + 1, sizeof *p->use_begin),
@@ -150,7 +150,8 @@ static tp_step *step_new(const tp_record *record, uint32_t blocks, parts *p) {
     p->live = (void *)(memory + at[4]);
     p->kinds = (void *)(memory + at[5]);
     p->likes = p->kinds + ops;
-    p->streams = p->likes + ops;
+    p->weights = p->likes + ops;
+    p->streams = p->weights + ops;
     p->announced = p->streams + ops;
     p->class_idx = p->announced + ops;
     p->gap_idx = p->class_idx + ops;
@@ -175,6 +176,7 @@ static void fill_ops(const draft *d, parts *p) {
         const tp_record_op *it = &record->ops[i];
         p->kinds[i] = it->kind;
         p->likes[i] = it->like;
+        p->weights[i] = it->weights;
         p->streams[i] = it->stream;
         p->class_idx[i] = it->class_idx;
         p->gap_idx[i] = i + 1 < record->op_count ? it->gap_idx : record->first_gap;
@@ -352,6 +354,7 @@ static void index_grams(const tp_trace *trace, parts *p) {
 static void assemble(tp_step *step, const parts *p) {
     step->kinds = p->kinds;
     step->likes = p->likes;
+    step->weights = p->weights;
     step->streams = p->streams;
     step->announced = p->announced;
     step->class_idx = p->class_idx;

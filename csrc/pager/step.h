@@ -35,10 +35,10 @@ typedef struct tp_step {
     bool fresh; /* nobody has been told of this trace */
 
     /* By operator. */
-    const uint32_t *kinds, *likes; /* as in tp_record_op */
-    const uint64_t *began_ns;      /* since the step began, on the host, when it was recorded */
-    const uint32_t *streams;       /* small numbers */
-    const uint32_t *announced;     /* its first so many operands were announced; the others
+    const uint32_t *kinds, *likes, *weights; /* as in tp_record_op */
+    const uint64_t *began_ns;  /* since the step began, on the host, when it was recorded */
+    const uint32_t *streams;   /* small numbers */
+    const uint32_t *announced; /* its first so many operands were announced; the others
                                       are results */
     const uint32_t *class_idx, *gap_idx; /* likewise; the last one's gap: before the first */
     const uint32_t *birth_begin;         /* and one behind: its part of `births` */

@@ -107,7 +107,7 @@ static void bind_operands(tp_steps *steps) {
 }
 
 static void follow(tp_steps *steps, const tp_record_op *op) {
-    tp_recent_push(&steps->recent, op->kind, op->like);
+    tp_recent_push(&steps->recent, op->kind, op->like, op->weights);
     const uint32_t turn = steps->count > 0 ? steps->record.op_count % steps->count : 0;
     const bool settled = steps->best != NONE && fits_exactly(steps, steps->best) &&
                          steps->follows[steps->best].position >= SETTLED_OPS;

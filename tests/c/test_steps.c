@@ -864,6 +864,35 @@ TEST(what_is_inserted_or_left_out_is_passed_over) {
     scene_free(s);
 }
 
+/* Layers that are alike in everything but their weights, four operators each. */
+static void run_layers(scene *s, uint32_t from, uint32_t to) {
+    for (uint32_t i = from; i < to; i++) {
+        tp_identity *operand[1] = {&s->weights[1 + i]};
+        (void)run(s, 1, false, operand, 1, NULL, 0);
+        for (uint32_t name = 2; name <= 4; name++) (void)run(s, name, false, NULL, 0, NULL, 0);
+    }
+}
+
+TEST(a_layer_is_found_by_its_weights) {
+    scene *s = scene_new(&wide);
+    const uint32_t layers = 60;
+    for (int i = 0; i < 4; i++) {
+        run_layers(s, 0, layers);
+        tp_steps_mark(&s->steps, TP_STEP_ASKED);
+    }
+    const tp_step *step = tp_steps_last(&s->steps);
+    MUST(step != NULL);
+    /* Far ahead, a little back, and behind operators of other kinds. */
+    const uint32_t parts[][2] = {{0, 3}, {50, 53}, {48, 51}, {5, 8}, {40, 44}};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        if (i == 3)
+            for (uint32_t k = 0; k < 20; k++) (void)run(s, 70 + k, false, NULL, 0, NULL, 0);
+        run_layers(s, parts[i][0], parts[i][1]);
+        expect_at(s, step, 4 * parts[i][1] - 1);
+    }
+    scene_free(s);
+}
+
 TEST(memory_is_bounded_whatever_the_program_does) {
     const tp_record_limits narrow = {.ops = 300, .uses = 1000, .storages = 700};
     scene *s = scene_new(&narrow);
